@@ -1,0 +1,93 @@
+"""Linear layers whose rows do not know how many rows there are.
+
+Every way to multiply is tried on the weight itself before it is used: the first under which a row's bits are the same
+in every company wins. The last one, blocks of a fixed number of rows, cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+
+BLOCK = 8  # rows per block of the way that cannot fail
+_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65)  # row counts tried
+_LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
+
+_settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of the packed product; None: unusable
+
+
+def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
+    """x [M, K] -> [M, N] for this weight [N, K]; exact: a row's bits do not depend on M."""
+    if weight.device.type != "cpu":
+        return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
+    packed = _packed(weight, bias)
+    if packed is None:
+        return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
+    if not exact:
+        return packed
+    kind = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
+    if kind not in _settled:
+        _settled[kind] = _least_rows(packed, weight)
+    least = _settled[kind]
+    if least is None:
+        return _blocks(weight, bias)
+    return packed if least == 1 else _at_least(packed, least)
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """oneDNN's product over a weight stored in its own order, if this CPU and type have one."""
+    try:
+        stored = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        run = torch.ops.mkldnn._linear_pointwise
+        run(weight.new_zeros(1, weight.shape[1]), stored, bias, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return None
+    return lambda x: run(x, stored, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _at_least(run: Product, least: int) -> Product:
+    def padded(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        return run(x) if rows >= least else run(F.pad(x, (0, 0, 0, least - rows)))[:rows]
+
+    return padded
+
+
+def _blocks(weight: Tensor, bias: Tensor | None) -> Product:
+    """The same shape for every call, whatever M is."""
+
+    def blocked(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        blocks = F.pad(x, (0, 0, 0, -rows % BLOCK)).split(BLOCK)
+        return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
+
+    return blocked
+
+
+def _least_rows(run: Product, weight: Tensor) -> int | None:
+    """The fewest rows from which on every row's bits agree in all companies tried."""
+    x = _treacherous(max(_COMPANIES) + 1, weight)
+    whole = run(x)
+    wrong = [m for m in _COMPANIES if not _agrees(run, x, whole, m)]
+    return next((least for least in _LEAST if all(m < least for m in wrong)), None)
+
+
+def _agrees(run: Product, x: Tensor, whole: Tensor, m: int) -> bool:
+    return all(torch.equal(run(x[s : s + m].contiguous()), whole[s : s + m]) for s in (0, 1))
+
+
+def _treacherous(rows: int, weight: Tensor) -> Tensor:
+    """Inputs nearly orthogonal to most weights: what is left after cancelling shows any change of order."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, weight.shape[1], generator=generator)
+    w = weight[: min(weight.shape[0], rows)].float()
+    norms = w.square().sum(-1).clamp_min(1e-12)
+    for _ in range(2):  # make row i (nearly) orthogonal to weight i
+        m = min(rows, w.shape[0])
+        x[:m] -= (x[:m] * w[:m]).sum(-1, keepdim=True) / norms[:m, None] * w[:m]
+    return x.to(weight.dtype)

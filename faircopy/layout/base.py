@@ -1,0 +1,74 @@
+"""What every layout answers, and the packed step it hands to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from faircopy.kernels.attention import AttentionPlan
+from faircopy.types import Batch, Draft, Sequence, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer stores per token, and how far back it looks (0: to the beginning)."""
+
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    group: int = 1  # query heads per key head
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One step's tokens of all sequences, end to end: no padding. Everything that depends on lengths is here."""
+
+    ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T] where each token's keys and values go
+    plans: dict[tuple[int, int], AttentionPlan]  # by (window, group)
+    wanted: Tensor  # [R] the rows of [T] whose logits are needed
+    fed: list[int]  # per sequence, how many of its tokens are in here
+    nodes: list[range]  # per sequence, which draft nodes are in here
+    rows: list[range]  # per sequence, its rows among the wanted ones: fed tokens, then nodes
+
+    @property
+    def size(self) -> int:
+        return int(self.ids.shape[0])
+
+
+class Cache(Protocol):
+    """What a model sees of a layout: a place for keys and values, and attention over them."""
+
+    def attend(
+        self,
+        packed: Packed,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Layout(Cache, Protocol):
+    """How a batch and its keys and values lie in memory."""
+
+    moved: int  # rows of keys and values copied so far
+
+    def cached(self, seq: Sequence) -> int: ...
+    def pack(self, batch: Batch, draft: Draft, done: int = 0) -> Packed: ...
+    def advance(self, batch: Batch) -> None: ...
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Verdict: ...
+    def scrub(self, seq: Sequence) -> None: ...
+    def forget(self, seq: Sequence) -> None: ...
+
+
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Attention on the CPU runs in float32 whatever the model's type: its reduced kernels vary with the batch."""
+    return torch.float32 if device.type == "cpu" else dtype

@@ -1,0 +1,212 @@
+"""Keys and values in pages, tokens packed end to end: nothing is padded, nothing is moved for a chain.
+
+A rejected node's keys stay where they are: the next write lands on top of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faircopy.kernels.attention import AttentionPlan, Ints, Lane, attend, plan_attention
+from faircopy.layout.base import LayerShape, Packed, cache_dtype
+from faircopy.layout.tables import Tables
+from faircopy.types import Batch, Draft, Sequence, Verdict
+
+
+class PagedLayout:
+    """One model's cache over shared block tables."""
+
+    def __init__(
+        self, tables: Tables, layers: list[LayerShape], dtype: torch.dtype, device: torch.device, exact: bool = True
+    ) -> None:
+        self.tables, self.layers, self.device, self.exact = tables, layers, device, exact
+        self.moved = 0
+        self._trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
+        kind = cache_dtype(dtype, device)
+        shapes = [(self._trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
+        self._keys = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
+        self._values = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
+        self._kinds = {(layer.window, layer.group) for layer in layers}
+        self._cached: dict[Sequence, int] = {}
+        self._nodes: dict[Sequence, int] = {}  # how many draft nodes lie behind the tokens
+        self._full: dict[int, int] = {}  # page -> its birth when this cache had filled it
+
+    def cached(self, seq: Sequence) -> int:
+        """How many of the sequence's tokens have keys here; a reused prefix counts as far as this model wrote it."""
+        if seq not in self._cached:
+            self._cached[seq] = self._known_prefix(seq)
+        return self._cached[seq]
+
+    def pack(self, batch: Batch, draft: Draft, done: int = 0) -> Packed:
+        """Uncached tokens, then the draft nodes from `done` on, of each sequence."""
+        ids: list[int] = []
+        positions: list[Ints] = []
+        slots: list[Ints] = []
+        wanted: list[Ints] = []
+        lanes: list[Lane] = []
+        fed, nodes, rows = [], [], []
+        for i, seq in enumerate(batch.seqs):
+            start, upto = self.cached(seq), batch.upto[i]
+            live = range(min(done, len(draft.tokens[i])), len(draft.tokens[i])) if batch.complete(i) else range(0)
+            depths = _depths(draft.parents[i])
+            end = upto + live.stop
+            path = self._slots(seq, end)
+            where = np.concatenate([np.arange(start, upto), upto - 1 + depths[live.start : live.stop]])
+            lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, path)
+            wanted.append(len(ids) + _wanted(seq, start, upto, batch.complete(i), len(live)))
+            ids += seq.tokens[start:upto]
+            ids += draft.tokens[i][live.start : live.stop]
+            positions.append(where)
+            slots += [path[start:upto], path[upto + live.start : end]]
+            fed.append(upto - start)
+            nodes.append(live)
+            first = rows[-1].stop if rows else 0
+            rows.append(range(first, first + len(wanted[-1])))
+            self._nodes[seq] = live.stop
+        return Packed(
+            torch.tensor(ids, device=self.device),
+            self._tensor(positions),
+            self._tensor(slots),
+            {kind: self._plan(lanes, len(ids), *kind) for kind in self._kinds},
+            self._tensor(wanted),
+            fed,
+            nodes,
+            rows,
+        )
+
+    def attend(
+        self,
+        packed: Packed,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
+        shape, width = self.layers[layer], v.shape[-1]
+        keys, values = self._keys[layer], self._values[layer]
+        keys.index_copy_(0, packed.slots, _widen(k, shape.head_dim).to(keys.dtype))
+        values.index_copy_(0, packed.slots, _widen(v, shape.head_dim).to(values.dtype))
+        plan = packed.plans[shape.window, shape.group]
+        out = attend(_widen(q, shape.head_dim), keys, values, plan, scale, softcap, sinks)
+        return out[..., :width].to(q.dtype)
+
+    def advance(self, batch: Batch) -> None:
+        """The step's tokens have keys now, whatever becomes of the nodes."""
+        for seq, upto in zip(batch.seqs, batch.upto, strict=True):
+            self._reach(seq, upto)
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Verdict:
+        """Keep the accepted nodes that have keys here; those off the straight line move into place."""
+        for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
+            base, held = batch.upto[i], self._nodes.pop(seq, 0)
+            kept = [node for node in decision.nodes if node < held]
+            self._move(seq, base, kept)
+            self._reach(seq, base + len(kept))
+        return verdict
+
+    def publish(self, batch: Batch) -> None:
+        """Offer the pages that are full for good to later sequences."""
+        for seq in batch.seqs:
+            self.tables.publish(seq, min(self.cached(seq), len(seq.tokens)))
+
+    def scrub(self, seq: Sequence) -> None:
+        """Zero what only this sequence holds: a stale NaN would reach the pages' next holder through a zero weight."""
+        for page in self.tables.retract(seq):
+            rows = slice(page * self.tables.page, (page + 1) * self.tables.page)
+            for pool in (*self._keys, *self._values):
+                pool[rows] = 0
+
+    def forget(self, seq: Sequence) -> None:
+        self._cached.pop(seq, None)
+        self._nodes.pop(seq, None)
+
+    def _plan(self, lanes: list[Lane], size: int, window: int, group: int) -> AttentionPlan:
+        return plan_attention(lanes, size, window, group, self._trash, self.device, self.exact)
+
+    def _known_prefix(self, seq: Sequence) -> int:
+        birth, known = self.tables.pool.birth, 0
+        for page in self.tables.table(seq):
+            if self._full.get(page) != birth[page]:
+                break
+            known += self.tables.page
+        return min(known, (len(seq.tokens) - 1) // self.tables.page * self.tables.page)
+
+    def _reach(self, seq: Sequence, length: int) -> None:
+        table, page = self.tables.table(seq), self.tables.page
+        for index in range(self._cached.get(seq, 0) // page, length // page):
+            self._full[table[index]] = self.tables.pool.birth[table[index]]
+        self._cached[seq] = length
+
+    def _slots(self, seq: Sequence, end: int) -> Ints:
+        """The slot of each position below end."""
+        table = np.array(self.tables.table(seq)[: self.tables.pages_for(end)], np.int64)
+        return (table[:, None] * self.tables.page + np.arange(self.tables.page)).reshape(-1)[:end]
+
+    def _lanes(
+        self, seq: Sequence, draft: Draft, i: int, row: int, start: int, upto: int, live: range, path: Ints
+    ) -> list[Lane]:
+        """A chain is one lane; a tree has one per leaf, each node computed in the first lane that holds it."""
+        fed, base = upto - start, upto
+        if draft.is_chain(i) or not live:
+            count, first = fed + len(live), start if fed else base + live.start
+            return [Lane(first, np.arange(row, row + count), path, self._run(seq))] if count else []
+        lanes = []
+        if fed:
+            lanes.append(Lane(start, np.arange(row, row + fed), path[:base]))
+        done = set(range(live.start))
+        for leaf in sorted(set(live) - set(draft.parents[i])):
+            nodes = draft.path(i, leaf)
+            fresh = [node for node in nodes if node not in done]
+            done.update(fresh)
+            slots = np.concatenate([path[:base], path[base:][nodes]])
+            rows = np.array([row + fed + node - live.start for node in fresh], np.int64)
+            lanes.append(Lane(base + len(nodes) - len(fresh), rows, slots))
+        return lanes
+
+    def _run(self, seq: Sequence) -> tuple[int, int]:
+        """First slot and number of slots, if all pages follow each other."""
+        table, page = self.tables.table(seq), self.tables.page
+        rising = all(b - a == 1 for a, b in zip(table, table[1:], strict=False))
+        return (table[0] * page, len(table) * page) if rising else (0, 0)
+
+    def _move(self, seq: Sequence, base: int, nodes: Seq[int]) -> None:
+        moves = [(base + node, base + place) for place, node in enumerate(nodes) if node != place]
+        if not moves:
+            return
+        slots = self._slots(seq, base + max(nodes) + 1)
+        source, target = (torch.from_numpy(slots[list(side)]).to(self.device) for side in zip(*moves, strict=True))
+        for pool in (*self._keys, *self._values):
+            pool[target] = pool[source]
+        self.moved += len(moves)
+
+    def _tensor(self, parts: list[Ints]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+
+def _depths(parents: list[int]) -> Ints:
+    depths = np.empty(len(parents), np.int64)
+    for node, parent in enumerate(parents):
+        depths[node] = 1 if parent < 0 else depths[parent] + 1
+    return depths
+
+
+def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> Ints:
+    """Rows, counted from the sequence's first, whose logits are needed: asked-for prompt rows, the last token, nodes."""
+    fed = upto - start
+    prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
+    last = fed - 1 if complete and fed else fed
+    return np.concatenate([np.arange(prompt), np.arange(max(last, prompt), fed + nodes)])
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last dimension, where a layer's values are narrower than its keys."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,111 @@
+"""Pages as integers: who holds which, which may be shared, which are free. No tensors here."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+
+
+class PagePool:
+    """Hands out pages; a page is free, held by one or more sequences, or kept for its content until needed.
+
+    `birth` counts how often a page was handed out anew, so that whoever remembers something about its
+    content can tell whether that is still true.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.birth = [0] * pages
+        self._free = set(range(pages))
+        self._holders: dict[int, int] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody holds them, least recently used first
+        self._content: dict[int, Hashable] = {}  # page -> what it holds, for pages that may be shared
+        self._index: dict[Hashable, int] = {}  # the same, backwards
+        self._runs = 0
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._kept)
+
+    def take(self, after: int | None = None) -> int:
+        """A page for one holder, if possible the neighbour of `after`, so that a sequence lies in one run."""
+        if not self._free:
+            self._forget(next(iter(self._kept)))
+        page = after + 1 if after is not None and after + 1 in self._free else self._place()
+        self._free.remove(page)
+        self.birth[page] += 1
+        self._holders[page] = 1
+        return page
+
+    def find(self, content: Hashable) -> int | None:
+        """The page known to hold this content, if any."""
+        return self._index.get(content)
+
+    def share(self, page: int) -> None:
+        """One more holder of a page with known content."""
+        self._kept.pop(page, None)
+        self._holders[page] = self._holders.get(page, 0) + 1
+
+    def publish(self, page: int, content: Hashable) -> None:
+        """Let others find this full page; the first page with a content stays the one to find."""
+        if content not in self._index and page not in self._content:
+            self._index[content], self._content[page] = page, content
+
+    def release(self, page: int) -> None:
+        """One holder fewer; the last one gives the page back, or leaves it to be found again."""
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        del self._holders[page]
+        if page in self._content:
+            self._kept[page] = None
+        else:
+            self._free.add(page)
+
+    def retract(self, page: int) -> None:
+        """Make a held page unfindable: its content is not to be trusted."""
+        content = self._content.pop(page, None)
+        if content is not None:
+            del self._index[content]
+
+    def shared(self, page: int) -> bool:
+        return self._holders.get(page, 0) > 1
+
+    def check(self, tables: Iterable[list[int]]) -> None:
+        """Every page is in exactly one state, and held as often as the tables say."""
+        held: dict[int, int] = {}
+        for table in tables:
+            for page in table:
+                held[page] = held.get(page, 0) + 1
+        assert held == self._holders, "a table and the pool disagree about who holds a page"
+        states = sorted([*self._free, *self._holders, *self._kept])
+        assert states == list(range(self.pages)), "a page is lost or in two states"
+        assert set(self._kept) <= set(self._content), "a page is kept for no content"
+        assert {page: content for content, page in self._index.items()} == self._content, "the index is out of step"
+
+    def _forget(self, page: int) -> None:
+        self.retract(page)
+        del self._kept[page]
+        self._free.add(page)
+
+    def _place(self) -> int:
+        """Where a new run begins: runs are spread over the pool by halving gaps, so that each has room to grow."""
+        for _ in range(_TRIES):
+            self._runs += 1
+            page = int(_spread(self._runs) * self.pages)
+            if page in self._free:
+                return page
+        return next(iter(self._free))
+
+
+_TRIES = 16
+
+
+def _spread(n: int) -> float:
+    """1/2, 1/4, 3/4, 1/8, 5/8, ... (van der Corput): any first n of these leave no large gap."""
+    result, step = 0.0, 0.5
+    while n:
+        result += step * (n & 1)
+        n >>= 1
+        step /= 2
+    return result

@@ -1,0 +1,188 @@
+"""From a checkpoint to a model: through our decoder where the family is ours, else through the universal door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from faircopy.errors import CheckpointError, UnsupportedModel
+from faircopy.kernels.activation import ACTIVATIONS
+from faircopy.model.base import Model
+from faircopy.model.decoder import FAMILIES, Decoder, decoder_spec, head_size
+
+Door = Literal["auto", "decoder", "universal"]
+
+
+def load_model(
+    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, door: Door = "auto"
+) -> Model:
+    """A model from a folder or a hub id; dtype None: the checkpoint's, or float32 where that has no native products."""
+    folder = find_checkpoint(path)
+    config = load_config(folder)
+    kind = dtype or native_dtype(checkpoint_dtype(config), device)
+    if door == "decoder" or (door == "auto" and fits_decoder(config)):
+        return _load_decoder(path, folder, config, kind, device, exact)
+    return _load_universal(path, folder, kind, device, exact)
+
+
+def find_checkpoint(path: str) -> Path:
+    """The local folder of a checkpoint; a hub id is fetched, or found where it was fetched before."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise CheckpointError("model", path, "no such folder", "pass a folder with config.json, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:
+        raise CheckpointError(
+            "model", path, f"neither a folder nor to be had from the hub ({error})", "check the name or pass a folder"
+        ) from error
+
+
+def load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            "model", str(folder), f"its config.json cannot be read ({error})", "pass a complete checkpoint folder"
+        ) from error
+
+
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    kind = getattr(config, "dtype", None)
+    return kind if isinstance(kind, torch.dtype) else torch.float32
+
+
+def native_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The checkpoint's type, or float32 on CPUs whose products of that type are emulated."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype if dtype == torch.bfloat16 and native else torch.float32
+
+
+def fits_decoder(config: Any) -> bool:
+    """Whether our decoder computes exactly what this configuration says."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in FAMILIES
+        and getattr(config, "hidden_act", None) in ACTIVATIONS
+        and parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        and not getattr(config, "quantization_config", None)
+    )
+
+
+def _load_decoder(
+    name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool
+) -> Model:
+    tensors = _Tensors(folder, dtype, device)
+    frequencies, factor = _rope(config)
+    try:
+        spec = decoder_spec(config, frequencies, factor)
+        return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
+    except KeyError as error:
+        raise CheckpointError(
+            "model", name, f"tensor {error} is missing from the checkpoint", "fetch the checkpoint again"
+        ) from error
+
+
+def _rope(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies and scaling factor of a configuration's rope."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    if parameters["rope_type"] != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+        return frequencies, float(factor)
+    share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    width = int(head_size(config) * share)
+    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
+
+
+class _Tensors:
+    """A checkpoint's tensors by name, read when asked for."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            self._open(file)
+        if not self._readers:
+            self._convert(folder)
+        self._check_index(folder)
+
+    def __call__(self, name: str) -> Tensor | None:
+        read = self._readers.get(name)
+        return None if read is None else read().to(self._device, self._dtype)
+
+    def _open(self, file: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
+        for name in handle.keys():  # noqa: SIM118 (not a dictionary)
+            self._readers[name] = lambda name=name: handle.get_tensor(name)
+
+    def _convert(self, folder: Path) -> None:
+        """Checkpoints in older formats are read by transformers."""
+        for name, tensor in _from_pretrained(str(folder), folder, self._dtype).state_dict().items():
+            self._readers[name] = lambda tensor=tensor: tensor
+
+    def _check_index(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if not index.exists():
+            return
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            if name not in self._readers:
+                raise CheckpointError(
+                    "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
+                )
+
+
+def _load_universal(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
+    from faircopy.model.universal import Universal, check_static
+
+    config = load_config(folder)
+    check_static(name, config, _model_class(name, config))
+    model = _from_pretrained(name, folder, dtype).to(device).eval().requires_grad_(False)
+    return Universal(name, model, exact)
+
+
+def _model_class(name: str, config: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise UnsupportedModel(
+            "model", name, f"{config.model_type} is not a causal language model", "pass a causal language model"
+        ) from error
+
+
+def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
+        )
+    except Exception as error:  # transformers, safetensors and torch each raise their own
+        raise CheckpointError("model", name, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would fill them with random numbers
+        raise CheckpointError(
+            "model", name, f"tensor {missing[0]} is missing from the checkpoint", "fetch the checkpoint again"
+        )
+    return model

@@ -1,0 +1,42 @@
+"""One model with its cache: pack a step, run it, hand back the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from faircopy.layout.base import Layout, Packed
+from faircopy.model.base import Model
+from faircopy.types import Batch, Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a pass over a batch produced."""
+
+    packed: Packed
+    logits: Tensor  # [R, vocab]
+
+    def of(self, i: int) -> Tensor:
+        """The rows of sequence i: asked-for prompt rows, its last token, its nodes."""
+        rows = self.packed.rows[i]
+        return self.logits[rows.start : rows.stop]
+
+
+class Runner:
+    """A model and the layout its keys and values lie in."""
+
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.tokens_fed = 0
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:
+        """One packed pass over uncached tokens and the draft nodes from `done` on."""
+        packed = self.layout.pack(batch, draft, done)
+        logits = self.model.forward(packed, self.layout)
+        self.layout.advance(batch)
+        self.tokens_fed += packed.size
+        return Result(packed, logits)

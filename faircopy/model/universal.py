@@ -1,0 +1,232 @@
+"""Any transformers causal language model through its attention interface: untouched modules, our cache and products.
+
+The model is called with all tokens of a step in one row and explicit positions; its attention layers call us back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from faircopy.errors import UnsupportedModel
+from faircopy.layout.base import Cache, LayerShape, Packed
+from faircopy.model.invariant import RowInvariant
+
+ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
+REMEDY = "serve it with transformers' own generate(), or choose another model"
+
+# Layer kinds whose state is keys and values by position; everything else cannot be rolled back by length.
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+# They pass every check of shape, and compute something else: several attention calls per layer, masks of their own.
+_REFUSED = {
+    "doge": "it adds a mask of its own to attention",
+    "diffllama": "each layer attends twice",
+    "hrm_text": "it runs its layers several times per token",
+    "deepseek_v32": "its sparse attention chooses keys by itself",
+    "deepseek_v4": "its sparse attention chooses keys by itself",
+    "glm_moe_dsa": "its sparse attention chooses keys by itself",
+    "hy_v4": "its attention takes arguments of its own",
+}
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the attention layers need to know while one forward runs."""
+
+    packed: Packed
+    cache: Cache
+    layers: dict[nn.Module, int]
+    seen: set[nn.Module] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A first forward of one token that only looks at the shapes attention is called with."""
+
+    layers: dict[nn.Module, int] = field(default_factory=dict)
+    shapes: list[LayerShape] = field(default_factory=list)
+
+
+_current: ContextVar[_Step | _Probe | None] = ContextVar("faircopy_step", default=None)
+
+
+class Universal:
+    """A stock model behind the same interface as our own decoder."""
+
+    def __init__(self, name: str, model: PreTrainedModel, exact: bool) -> None:
+        config = model.config.get_text_config()
+        check_static(name, config, type(model))
+        self.name, self.vocab, self.context = name, int(config.vocab_size), context_length(config)
+        self.dtype, self.device = model.dtype, model.device
+        self._model = model
+        self._mode = RowInvariant() if exact and self.device.type == "cpu" else None
+        _switch(name, model, ATTENTION)
+        probe = self._probe(config.num_hidden_layers)
+        self.layers, self._layers = probe.shapes, probe.layers
+
+    def forward(self, packed: Packed, cache: Cache) -> Tensor:
+        """Logits of the wanted rows [R, vocab]."""
+        with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext():
+            return self._call(packed.ids, packed.positions, packed.wanted)
+
+    def reference(self, ids: Tensor) -> Tensor:
+        """The model's own full forward, with its own attention: logits [T, vocab] of one sequence."""
+        _switch(self.name, self._model, "eager")
+        try:
+            with torch.no_grad():
+                return self._model(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        finally:
+            _switch(self.name, self._model, ATTENTION)
+
+    def _call(self, ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        with torch.no_grad():
+            try:
+                out = self._model(
+                    input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+                )
+                logits: Tensor = out.logits[0]
+            except TypeError as error:
+                if "logits_to_keep" not in str(error):
+                    raise
+                logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+    def _probe(self, layers: int) -> _Probe:
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        probe = _Probe()
+        with _running(probe):
+            self._call(zero, zero, zero)
+        if len(probe.shapes) < layers:
+            raise UnsupportedModel(
+                "model",
+                self.name,
+                f"only {len(probe.shapes)} of {layers} layers went through the attention interface",
+                REMEDY,
+            )
+        return probe
+
+
+def check_static(name: str, config: Any, kind: type[PreTrainedModel]) -> None:
+    """Refuse by name what its configuration shows to be unservable."""
+    problem = _static_problem(config, kind)
+    if problem:
+        raise UnsupportedModel("model", name, f"{config.model_type}: {problem}", REMEDY)
+
+
+def context_length(config: Any) -> int:
+    """The most positions the model knows; some configurations call it otherwise, some set no limit."""
+    for field_name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        value = getattr(config, field_name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 4096
+
+
+def _static_problem(config: Any, kind: type[PreTrainedModel]) -> str | None:
+    if config.model_type in _REFUSED:
+        return _REFUSED[config.model_type]
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder model, not a causal one"
+    if getattr(kind, "_is_stateful", False):
+        return "it keeps a recurrent state, which cannot be rolled back when a draft is rejected"
+    strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
+    if strange:
+        return f"layers of kind {', '.join(sorted(strange))} cannot be rolled back by length"
+    if getattr(config, "attention_chunk_size", None):
+        return "chunked attention is not implemented"
+    for rope in _rope_kinds(config):
+        if rope in ("dynamic", "longrope"):
+            return f"{rope} rope depends on the current length, so sequences in a batch would change each other"
+    return None
+
+
+def _rope_kinds(config: Any) -> Iterator[str]:
+    """Rope parameters are one dictionary, or one per kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for value in (parameters, *parameters.values()):
+        if isinstance(value, dict) and "rope_type" in value:
+            yield value["rope_type"]
+
+
+def _switch(name: str, model: PreTrainedModel, implementation: str) -> None:
+    """transformers only logs a warning when a model cannot switch, so look."""
+    model.set_attn_implementation(implementation)
+    config = model.config.get_text_config()
+    if config._attn_implementation != implementation:
+        raise UnsupportedModel(
+            "model", name, f"{config.model_type}: its attention does not go through the attention interface", REMEDY
+        )
+
+
+@contextlib.contextmanager
+def _running(step: _Step | _Probe) -> Iterator[None]:
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What a stock attention layer calls: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    step = _current.get()
+    _guard(module, query, key, attention_mask, options)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(step, _Probe):
+        return _look(step, module, q, k, v, sliding_window), None
+    assert step is not None, "a served model's attention ran outside a step"
+    if module in step.seen:
+        _refuse(module, "its attention is called twice in one forward")
+    step.seen.add(module)
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = step.cache.attend(step.packed, step.layers[module], q, k, v, scale, softcap or 0.0, s_aux)
+    return out[None], None
+
+
+def _guard(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuse whatever would change the result and is not implemented."""
+    if mask is not None:
+        _refuse(module, "it brings an attention mask of its own")
+    if options.get("position_bias") is not None:
+        _refuse(module, "its attention has a position bias")
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        _refuse(module, "its attention is not causal")
+    if key.shape[2] != query.shape[2]:
+        _refuse(module, "it gives attention other keys than those of the new tokens")
+    if options.get("dropout"):
+        _refuse(module, "it drops attention at random")
+
+
+def _look(probe: _Probe, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Note a layer's shapes; one token alone attends to itself, so its values are the answer."""
+    if module in probe.layers:
+        _refuse(module, "its attention is called twice in one forward")
+    group = q.shape[1] // k.shape[1]
+    probe.layers[module] = len(probe.shapes)
+    probe.shapes.append(LayerShape(k.shape[1], max(k.shape[2], v.shape[2]), window or 0, group))
+    return v.repeat_interleave(group, dim=1)[None]
+
+
+def _refuse(module: nn.Module, problem: str) -> None:
+    raise UnsupportedModel("model", type(module).__name__, problem, REMEDY)
+
+
+AttentionInterface.register(ATTENTION, _attention)

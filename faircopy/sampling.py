@@ -1,0 +1,142 @@
+"""From logits to tokens: adjust, filter, choose. One row, one answer: no row's result depends on another row.
+
+Both the verifier and a drafter choose with these functions, so a good drafter guesses the noise as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from faircopy import rng
+from faircopy.kernels.gumbel import gumbel_argmax
+from faircopy.types import Logprobs, SamplingParams, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A place where a token is chosen: after seq.tokens and the draft tokens on the path so far."""
+
+    seq: Sequence
+    path: Seq[int] = ()
+
+    @property
+    def position(self) -> int:
+        return len(self.seq.tokens) + len(self.path)
+
+    @property
+    def output_length(self) -> int:
+        return self.position - len(self.seq.prompt)
+
+    @property
+    def key(self) -> int:
+        return rng.key(self.seq.seed, self.position)
+
+
+def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
+    """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
+    if all(row.seq.params.greedy and not row.seq.params.adjusts for row in rows):
+        return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+    scores = adjusted(logits, rows)
+    chosen = scores.argmax(-1)
+    drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if drawn:
+        drawing = [rows[i] for i in drawn]
+        keys = torch.tensor([_signed(row.key) for row in drawing], device=logits.device)
+        chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
+    return chosen.tolist()  # type: ignore[no-any-return]
+
+
+def probabilities(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
+    scores = adjusted(logits, rows)
+    result = torch.zeros_like(scores)
+    for i, row in enumerate(rows):
+        if row.seq.params.greedy:
+            result[i, scores[i].argmax()] = 1.0
+        else:
+            result[i] = torch.softmax(filtered(scores[i : i + 1], [row]), -1)[0]
+    return result
+
+
+def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
+    """The model's own log probabilities, before any parameter acts: each row's token first, then the best ones."""
+    table = torch.log_softmax(logits.float(), -1)
+    values, ids = table.sort(-1, descending=True, stable=True)
+    return [
+        {token: table[i, token].item()} | dict(zip(ids[i, :best].tolist(), values[i, :best].tolist(), strict=True))
+        for i, token in enumerate(tokens)
+    ]
+
+
+def adjusted(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    """A float32 copy with bias, penalties, bad words and the minimum length applied."""
+    scores = logits.to(torch.float32, copy=True)
+    for i, row in enumerate(rows):
+        if row.seq.params.adjusts:
+            _adjust(scores[i], row)
+    return scores
+
+
+def filtered(scores: Tensor, rows: Seq[Row]) -> Tensor:
+    """Scores over temperature, with what top-k, top-p and min-p exclude at minus infinity."""
+    temperatures = torch.tensor([row.seq.params.temperature for row in rows], device=scores.device)
+    scores = scores / temperatures[:, None]
+    for i, row in enumerate(rows):
+        _keep(scores[i], row.seq.params)
+    return scores
+
+
+def _adjust(scores: Tensor, row: Row) -> None:
+    params, seq = row.seq.params, row.seq
+    if params.penalises:
+        _penalise(scores, params, seq.prompt, [*seq.output, *row.path])
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    banned = [*(seq.stops if row.output_length < params.min_tokens else ()), *_bad_ends(row)]
+    if banned:
+        scores[banned] = -torch.inf
+
+
+def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
+    if params.repetition_penalty != 1.0:
+        seen = sorted({*prompt, *output})
+        values = scores[seen]
+        scores[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    counts = Counter(output)
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        tokens = list(counts)
+        times = torch.tensor([counts[t] for t in tokens], dtype=torch.float32, device=scores.device)
+        scores[tokens] -= params.presence_penalty + params.frequency_penalty * times
+
+
+def _bad_ends(row: Row) -> list[int]:
+    """The last tokens of bad words whose beginning has just been written."""
+    words = row.seq.request.bad_words
+    if not words:
+        return []
+    longest = max(map(len, words)) - 1
+    tail = [*row.seq.output[-longest:], *row.path][-longest:] if longest else []
+    return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
+
+
+def _keep(scores: Tensor, params: SamplingParams) -> None:
+    """Exclude tokens of one row in place; the best always stays."""
+    if 0 < params.top_k < scores.numel():
+        scores[scores < scores.topk(params.top_k).values[-1]] = -torch.inf
+    if params.top_p < 1.0:
+        ordered, ids = scores.sort(descending=True, stable=True)
+        before = torch.softmax(ordered, -1).cumsum(-1).roll(1)
+        before[0] = 0.0
+        scores[ids[before >= params.top_p]] = -torch.inf
+    if params.min_p > 0.0:
+        probs = torch.softmax(scores, -1)
+        scores[probs < params.min_p * probs.amax()] = -torch.inf
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

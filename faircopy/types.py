@@ -1,0 +1,277 @@
+"""The nouns of the engine: what is asked, what lives, and the values that are born and die within a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+import torch
+
+from faircopy.errors import DraftError, FaircopyError, RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Logprobs = dict[int, float]  # token id -> log probability: the chosen token first, then the best ones
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded. Greedy unless a temperature is given."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
+    seed: int | None = None  # None: a fresh one, reported with the answer
+    max_tokens: int | None = 128  # None: until the context is full
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None  # 0: the chosen token's; m: and the m best
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        for name, check, problem, remedy in _RULES:
+            if not check(getattr(self, name)):
+                raise RequestError(name, getattr(self, name), problem, remedy)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", self.min_tokens, f"above max_tokens = {self.max_tokens}", "lower it or raise max_tokens"
+            )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before a token is chosen, temperature and filters aside."""
+        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.penalises)
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | int):
+        return (value,)
+    if not isinstance(value, Seq):
+        raise RequestError(name, value, "not a list", "pass a list, or leave it out")
+    return tuple(value)
+
+
+def _as_bias(value: Any) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in (value or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RequestError(
+            "logit_bias", value, "not a mapping of token ids to numbers", "pass {token_id: bias}"
+        ) from None
+
+
+def _number(low: float, high: float = math.inf, open_low: bool = False) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return good and (low < value if open_low else low <= value) and value <= high
+
+    return check
+
+
+def _integer(low: int, optional: bool = False) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if value is None:
+            return optional
+        return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+    return check
+
+
+def _each(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: all(check(value) for value in values)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _seed(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63)
+
+
+_RULES: list[tuple[str, Callable[[Any], bool], str, str]] = [
+    ("temperature", _number(0.0), "not a number of at least 0", "use 0 for greedy decoding"),
+    ("top_p", _number(0.0, 1.0, open_low=True), "not in (0, 1]", "use 1 to switch it off"),
+    ("top_k", _integer(0), "not a whole number of at least 0", "use 0 to switch it off"),
+    ("min_p", _number(0.0, 1.0), "not in [0, 1]", "use 0 to switch it off"),
+    ("seed", _seed, "not a whole number in [0, 2**63)", "pass one, or None for a fresh seed"),
+    ("max_tokens", _integer(1, optional=True), "not a whole number of at least 1", "use None for the context's end"),
+    ("min_tokens", _integer(0), "not a whole number of at least 0", "use 0 to switch it off"),
+    ("stop", _each(_text), "holds something that is not a non-empty string", "pass a string or a list of strings"),
+    ("stop_token_ids", _each(_integer(0)), "holds something that is not a token id", "pass a list of token ids"),
+    ("n", _integer(1), "not a whole number of at least 1", "use 1 for one answer"),
+    ("logprobs", _integer(0, optional=True), "not a whole number of at least 0", "use None to switch them off"),
+    ("prompt_logprobs", _integer(0, optional=True), "not a whole number of at least 0", "use None to switch them off"),
+    ("repetition_penalty", _number(0.0, open_low=True), "not a number above 0", "use 1 to switch it off"),
+    ("presence_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
+    ("frequency_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
+    ("bad_words", _each(_text), "holds something that is not a non-empty string", "pass a list of strings"),
+    ("ignore_eos", lambda v: isinstance(v, bool), "not true or false", "pass a bool"),
+    ("logit_bias", lambda v: not any(map(math.isnan, v.values())), "holds NaN", "pass finite numbers"),
+]
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come and watches for stop strings; the scheduler feeds it, token by token."""
+
+    def push(self, token: int, may_stop: bool) -> bool:
+        """Take one token; true if a stop string is now complete (text then ends before it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked, in token ids."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    k: int | None = None  # None: the engine's
+    text: TextStream | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The life of one request; only the scheduler writes it."""
+
+    id: int
+    request: Request
+    tokens: list[int]
+    stops: frozenset[int] = frozenset()  # token ids that end it
+    limit: int = 0  # tokens never grows beyond this
+    finished: FinishReason | None = None
+    error: FaircopyError | None = None
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0  # verify passes it took part in
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    origins: list[bool] = field(default_factory=list)  # per output token: true if it was a draft's
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.request.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Who runs this step, how far each feeds its tokens, and how many draft nodes each has room for."""
+
+    seqs: list[Sequence]
+    upto: list[int]
+    room: list[int]
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def complete(self, i: int) -> bool:
+        """Whether sequence i is fed to its end, so that a next token can be chosen."""
+        return self.upto[i] == len(self.seqs[i].tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One tree of guesses per sequence; a node's parent comes before it, -1 is the last committed token."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    # What each node was drawn from, for rejection sampling; None: it was not drawn, it was picked.
+    sources: list[list[torch.Tensor]] | None = None
+
+    @classmethod
+    def chains(cls, tokens: list[list[int]], sources: list[list[torch.Tensor]] | None = None) -> Draft:
+        return cls(tokens, [list(range(-1, len(chain) - 1)) for chain in tokens], sources)
+
+    @classmethod
+    def empty(cls, size: int) -> Draft:
+        return cls([[] for _ in range(size)], [[] for _ in range(size)])
+
+    def is_chain(self, i: int) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents[i]))
+
+    def path(self, i: int, node: int) -> list[int]:
+        """The nodes from the root's child down to this one."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[i][node]
+        return path[::-1]
+
+    def check(self, batch: Batch, vocab: int) -> None:
+        """Refuse what is not a draft for this batch: drafters may be anybody's."""
+        for i, (tokens, parents) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            room = batch.room[i] if batch.complete(i) else 0
+            if len(tokens) > room:
+                raise DraftError("draft", tokens, f"{len(tokens)} nodes where {room} have room", "propose fewer")
+            if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
+                raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
+            for token in tokens:
+                if not 0 <= token < vocab:
+                    raise DraftError("draft", token, f"not a token id below {vocab}", "propose the target's tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one sequence gained: accepted nodes, and their tokens plus one more (or neither)."""
+
+    nodes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    error: FaircopyError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One decision per sequence of the batch."""
+
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What is new for one sequence after a step."""
+
+    seq: Sequence
+    tokens: list[int]
+    finished: FinishReason | None
