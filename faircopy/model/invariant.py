@@ -30,7 +30,7 @@ class RowInvariant(TorchFunctionMode):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         run = self._product(weight, bias, transposed=False)
-        return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], weight.shape[0])
 
     def addmm(self, bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
         if options or not _is_weight(weight):
@@ -41,7 +41,7 @@ class RowInvariant(TorchFunctionMode):
         if other.dim() != 2 or not _is_weight(other):
             return torch.matmul(x, other)
         run = self._product(other, None, transposed=True)
-        return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], other.shape[1])
 
     def _product(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Product:
         if not _is_weight(weight):  # made anew in every forward: not to be remembered

@@ -186,3 +186,41 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
             "model", name, f"tensor {missing[0]} is missing from the checkpoint", "fetch the checkpoint again"
         )
     return model
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """The checkpoint's tokenizer, or None if it brings none."""
+    from transformers import AutoTokenizer
+
+    folder = find_checkpoint(path)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers and transformers each raise their own
+        raise CheckpointError(
+            "tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again"
+        ) from error
+
+
+def load_eos(path: str) -> frozenset[int]:
+    """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
+    folder = find_checkpoint(path)
+    file = folder / "generation_config.json"
+    value = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    if value is None:
+        value = getattr(load_config(folder), "eos_token_id", None)
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def same_words(target: Any | None, draft: Any | None, sizes: tuple[int, int]) -> str | None:
+    """The first difference between two tokenizers, or None; heads padded to different sizes are no difference."""
+    if target is None or draft is None:
+        return None if sizes[0] == sizes[1] else f"vocabularies of {sizes[0]} and {sizes[1]} tokens"
+    ours, theirs = ({i: word for word, i in t.get_vocab().items()} for t in (target, draft))
+    for i in sorted({*ours, *theirs}):
+        if ours.get(i) != theirs.get(i):
+            return f"token {i} is {ours.get(i)!r} for the target and {theirs.get(i)!r} for the draft"
+    return None

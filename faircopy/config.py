@@ -1,0 +1,128 @@
+"""What the user chose, checked and completed once; nobody changes it afterwards."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from faircopy.errors import ConfigError
+
+STRATEGIES = ("ragged",)
+VERIFIERS = ("exact", "rejection")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every knob of the engine. None of them changes a token of exact output except dtype and device."""
+
+    k: int = 4
+    dtype: str = "auto"
+    device: str = "auto"
+    strategy: str = "ragged"
+    verifier: str = "exact"
+    exact: bool = True
+    max_batch: int = 64
+    chunk: int = 512  # prompt tokens fed per step at most
+    memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: a quarter of what is free
+    page: int = 32  # tokens per page
+    prefix_reuse: bool = True
+    lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
+    lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        self._whole("k", 0)
+        for name in ("max_batch", "chunk", "page", "lookup_min"):
+            self._whole(name, 1)
+        self._whole("lookup_max", self.lookup_min)
+        self._one_of("strategy", STRATEGIES)
+        self._one_of("verifier", VERIFIERS)
+        self._one_of("dtype", ("auto", *DTYPES))
+
+    def torch_dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.dtype)
+
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError("device", self.device, "not a device", "use 'cpu', 'cuda' or 'auto'") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device", self.device, "no GPU is visible", "use device='cpu'")
+        return device
+
+    def cache_bytes(self) -> int:
+        """Bytes for keys and values."""
+        return free_memory(self.torch_device()) // 4 if self.memory is None else parse_bytes(self.memory)
+
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(name, value, f"not a whole number of at least {least}", f"pass {least} or more")
+
+    def _one_of(self, name: str, known: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            raise ConfigError(name, value, "unknown", f"use one of {', '.join(known)}")
+
+
+def parse_bytes(value: int | str) -> int:
+    """2000000, "512MiB" or "2 GB" as a number of bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    text = str(value).strip().upper()
+    number = text.rstrip("BKMGI ")
+    unit = text[len(number) :].strip()
+    try:
+        amount = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        amount = 0
+    if isinstance(value, bool) or amount <= 0:
+        raise ConfigError("memory", value, "not a positive amount of memory", "pass bytes, or a text such as '2GiB'")
+    return amount
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system tells
+        return 4 * 2**30
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Unknown names are refused, with the nearest known one as remedy."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(owner, name, "unknown option", hint)
+
+
+# vLLM's words for what we call draft, k and lookup lengths.
+_SPECULATIVE_METHODS = {"draft_model", "ngram"}
+_SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+
+
+def from_speculative(config: dict[str, Any]) -> tuple[Any, dict[str, int]]:
+    """Our draft and options from a vLLM speculative_config."""
+    refuse_unknown("speculative_config", config, _SPECULATIVE_KEYS)
+    method = config.get("method") or ("draft_model" if "model" in config else "ngram")
+    if method not in _SPECULATIVE_METHODS:
+        known = ", ".join(sorted(_SPECULATIVE_METHODS))
+        raise ConfigError("speculative_config.method", method, "unknown", f"use one of {known}")
+    if method == "draft_model" and "model" not in config:
+        raise ConfigError("speculative_config.model", None, "missing", "name the draft model")
+    names = {"num_speculative_tokens": "k", "prompt_lookup_min": "lookup_min", "prompt_lookup_max": "lookup_max"}
+    options = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+    return ("ngram" if method == "ngram" else config["model"]), options

@@ -1,0 +1,34 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from faircopy.model.runner import Result
+from faircopy.types import Batch, Draft, Sequence, Verdict
+
+
+class Drafter(Protocol):
+    """Guesses what the target will say. May be wrong, may be late, can never change the output."""
+
+    def propose(self, batch: Batch) -> Draft:
+        """At most batch.room[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
+
+    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
+        """Once per step, before the verdict is appended."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence finished or was preempted."""
+
+
+class NoDrafter:
+    """Plain decoding."""
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft.empty(len(batch))
+
+    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        pass

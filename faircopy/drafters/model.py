@@ -1,0 +1,93 @@
+"""A small causal language model drafts a chain, at the same slots as the target's own cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faircopy.model.runner import Result, Runner
+from faircopy.sampling import Row, choose, probabilities
+from faircopy.types import Batch, Draft, Sequence, Verdict
+
+
+class ModelDrafter:
+    """Feeds what it has not cached, then guesses token by token with the target's own parameters and noise.
+
+    A prompt, a rejection and a full acceptance look the same to it: uncached tokens.
+    """
+
+    def __init__(self, runner: Runner, vocab: int, chunk: int, sampled: bool = False) -> None:
+        self._runner, self._vocab, self._chunk = runner, vocab, chunk
+        self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
+        self._mute: set[Sequence] = set()  # it cannot read these any further
+        self._fed = Batch([], [], [])
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = Draft.chains([[] for _ in batch.seqs], [[] for _ in batch.seqs] if self._sampled else None)
+        places = {seq: i for i, seq in enumerate(batch.seqs)}
+        part = self._fed = self._readable(batch)
+        depth = 0
+        while part.seqs:
+            chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
+            result = self._runner.forward(part, chains, done=max(depth - 1, 0))
+            live = [n for n in range(len(part)) if part.complete(n) and part.room[n] > depth]
+            self._guess(draft, [(places[part.seqs[n]], part.seqs[n], result.of(n)[-1]) for n in live])
+            depth += 1
+            part = _part(part, [n for n in live if part.room[n] > depth and part.seqs[n] not in self._mute])
+        return Draft.chains(draft.tokens, draft.sources)
+
+    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
+        """Keep the keys of accepted nodes; the last node of a chain never had any."""
+        decisions = dict(zip(batch.seqs, verdict.decisions, strict=True))
+        self._runner.layout.commit(self._fed, draft, Verdict([decisions[seq] for seq in self._fed.seqs]))
+
+    def forget(self, seq: Sequence) -> None:
+        self._mute.discard(seq)
+        self._runner.layout.forget(seq)
+
+    def _readable(self, batch: Batch) -> Batch:
+        """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""
+        part = Batch([], [], [])
+        for seq, upto, room in zip(batch.seqs, batch.upto, batch.room, strict=True):
+            idle = seq.request.k == 0 or (room == 0 and upto == len(seq.tokens))
+            if idle or seq in self._mute:
+                continue
+            cached = self._runner.layout.cached(seq)
+            upto = min(upto, cached + self._chunk)
+            room = min(room, self._runner.model.context - upto)
+            if room < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
+                self._mute.add(seq)
+            elif upto > cached:
+                part.seqs.append(seq)
+                part.upto.append(upto)
+                part.room.append(room)
+        return part
+
+    def _guess(self, draft: Draft, places: list[tuple[int, Sequence, Tensor]]) -> None:
+        """One more token for each chain."""
+        if not places:
+            return
+        rows = [Row(seq, draft.tokens[i]) for i, seq, _ in places]
+        logits = self._fit(torch.stack([logits for _, _, logits in places]))
+        tokens = choose(logits, rows)
+        drawn_from = probabilities(logits, rows) if draft.sources is not None else None
+        for n, (i, seq, row) in enumerate(places):
+            if not bool(torch.isfinite(row.sum())):
+                self._mute.add(seq)
+                self._runner.layout.scrub(seq)
+                continue
+            draft.tokens[i].append(tokens[n])
+            if draft.sources is not None and drawn_from is not None:
+                draft.sources[i].append(drawn_from[n])
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary: heads of one tokenizer may be padded to different sizes."""
+        missing = self._vocab - logits.shape[1]
+        return logits[:, : self._vocab] if missing <= 0 else F.pad(logits, (0, missing), value=-torch.inf)
+
+
+def _part(batch: Batch, places: list[int]) -> Batch:
+    return Batch(
+        [batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.room[n] for n in places]
+    )

@@ -1,0 +1,50 @@
+"""Drafts by looking up: what followed the last time the latest few tokens stood in the prompt or the output."""
+
+from __future__ import annotations
+
+from faircopy.drafters.base import NoDrafter
+from faircopy.types import Batch, Draft, Sequence
+
+
+class NgramDrafter(NoDrafter):
+    """Longest suffix first, its latest occurrence; needs no model."""
+
+    def __init__(self, shortest: int = 1, longest: int = 4) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._indices: dict[Sequence, _Index] = {}
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft.chains([
+            self._lookup(seq, room) if room and batch.complete(i) else []
+            for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
+        ])
+
+    def forget(self, seq: Sequence) -> None:
+        self._indices.pop(seq, None)
+
+    def _lookup(self, seq: Sequence, room: int) -> list[int]:
+        index = self._indices.setdefault(seq, _Index(self._lengths))
+        after = index.follow(seq.tokens)
+        return [] if after is None else seq.tokens[after : after + room]
+
+
+class _Index:
+    """Where each n-gram last ended, for all but the n-grams that end the text."""
+
+    def __init__(self, lengths: range) -> None:
+        self._lengths = lengths
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._seen = 0  # n-grams ending at or before this many tokens are indexed
+
+    def follow(self, tokens: list[int]) -> int | None:
+        """Where the longest known suffix was last continued."""
+        for end in range(self._seen + 1, len(tokens)):
+            for n in self._lengths:
+                if n <= end:
+                    self._ends[tuple(tokens[end - n : end])] = end
+        self._seen = max(self._seen, len(tokens) - 1)
+        for n in self._lengths:
+            end = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
+            if end is not None:
+                return end
+        return None

@@ -1,0 +1,172 @@
+"""The loop: draft, run, judge, commit. Read this file first."""
+
+from __future__ import annotations
+
+from faircopy.config import EngineConfig
+from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.model import ModelDrafter
+from faircopy.errors import ConfigError, OutOfPages, RequestError
+from faircopy.layout.base import LayerShape, cache_dtype
+from faircopy.layout.paged import PagedLayout
+from faircopy.layout.pool import PagePool
+from faircopy.layout.tables import Tables
+from faircopy.meter import Meter
+from faircopy.model.base import Model
+from faircopy.model.runner import Result, Runner
+from faircopy.plan.length import FixedLength
+from faircopy.scheduler import Scheduler, Wish
+from faircopy.types import Batch, Draft, Output, Request, Sequence, Verdict
+from faircopy.verify.base import Verifier
+from faircopy.verify.exact import ExactVerifier
+from faircopy.verify.rejection import RejectionVerifier
+
+
+class Engine:
+    """Knows every part; no part knows it."""
+
+    def __init__(
+        self,
+        target: Runner,
+        tables: Tables,
+        drafter: Drafter,
+        verifier: Verifier,
+        scheduler: Scheduler,
+        wish: Wish,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
+        self.scheduler, self.wish, self.eos = scheduler, wish, eos
+        self.meter = Meter()
+        self._next_id = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; one that can never be served is refused here."""
+        check_request(request, self.target.model, self.tables)
+        params, length = request.params, len(request.prompt)
+        context = self.target.model.context
+        self._next_id += 1
+        seq = Sequence(
+            id=self._next_id,
+            request=request,
+            tokens=list(request.prompt),
+            stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos),
+            limit=context if params.max_tokens is None else min(context, length + params.max_tokens),
+            prompt_logprobs=[] if params.prompt_logprobs is None else [None],
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    def abort(self, seq: Sequence) -> None:
+        """End a request between steps; what it has written stays in the sequence."""
+        self.scheduler.abort(seq)
+        self._forget_departed()
+
+    def step(self) -> list[Output]:
+        """Advance some sequences by at least one token each; return what is new."""
+        batch = self.scheduler.pick(self.wish)  # admit, preempt, reserve room for the nodes
+        self._forget_departed()
+        if not batch.seqs:
+            return []
+        draft = self.drafter.propose(batch)  # may be empty, may be wrong
+        draft.check(batch, self.target.model.vocab)
+        result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes
+        verdict = self.verifier.judge(batch, draft, result)  # the step's only look at device results
+        verdict = self.target.layout.commit(batch, draft, verdict)  # may keep fewer, never more
+        self.target.layout.publish(batch)  # full pages may now be shared
+        self.drafter.observe(batch, draft, result, verdict)
+        self._scrub(batch, verdict)
+        outputs = self.scheduler.commit(batch, draft, verdict)
+        self._forget_departed()
+        self._record(draft, result, verdict, outputs)
+        return outputs
+
+    def _forget_departed(self) -> None:
+        for seq in self.scheduler.departed():
+            self.drafter.forget(seq)
+            self.target.layout.forget(seq)
+
+    def _scrub(self, batch: Batch, verdict: Verdict) -> None:
+        for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
+            if decision.error is not None:
+                self.target.layout.scrub(seq)
+
+    def _record(self, draft: Draft, result: Result, verdict: Verdict, outputs: list[Output]) -> None:
+        meter, held = self.meter, self.tables.held()
+        meter.steps += 1
+        meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
+        meter.tokens_fed += result.packed.size
+        meter.rows_moved = self.target.layout.moved
+        meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
+        meter.drafted += sum(map(len, draft.tokens))
+        meter.accepted += sum(len(decision.nodes) for decision in verdict.decisions)
+        meter.emitted += sum(len(output.tokens) for output in outputs)
+        meter.preemptions = self.scheduler.preemptions
+
+
+def check_request(request: Request, model: Model, tables: Tables) -> None:
+    """Refuse what can never be served, naming the field."""
+    params, length = request.params, len(request.prompt)
+    if not length:
+        raise RequestError("prompt", "", "empty", "pass at least one token, for example the model's BOS token")
+    if length >= model.context:
+        raise RequestError(
+            "prompt", f"{length} tokens", f"leaves no room in the model's context of {model.context}", "shorten it"
+        )
+    ids = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for name, tokens in ids.items():
+        for token in tokens:
+            if not 0 <= token < model.vocab:
+                raise RequestError(name, token, f"not a token id below {model.vocab}", "use the model's own tokenizer")
+    if request.k is not None and request.k < 0:
+        raise RequestError("k", request.k, "negative", "use 0 to decode without drafting")
+    limit = model.context if params.max_tokens is None else min(model.context, length + params.max_tokens)
+    if not tables.fits(limit):
+        have = tables.pool.pages * tables.page
+        raise OutOfPages(
+            "prompt", f"{length} tokens", f"with max_tokens it may need {limit} of {have} tokens of memory",
+            "raise memory=, or lower max_tokens",
+        )
+
+
+def build_engine(
+    target: Model,
+    drafter: Drafter | None = None,
+    *,
+    draft: Model | None = None,
+    config: EngineConfig | None = None,
+    eos: frozenset[int] = frozenset(),
+    wish: Wish | None = None,
+) -> Engine:
+    """Put the parts together: one pool and one set of tables under the target and, if there is one, the draft model."""
+    config = config or EngineConfig()
+    models = [target] if draft is None else [target, draft]
+    tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
+    runner = _runner(target, tables, config)
+    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, config.chunk)
+    sampled = config.verifier == "rejection"
+    if draft is not None:
+        drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
+    verifier = RejectionVerifier() if sampled else ExactVerifier()
+    return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), eos)
+
+
+def page_count(models: list[Model], config: EngineConfig) -> int:
+    """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
+    per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
+    useful = config.max_batch * -(-models[0].context // config.page)
+    pages = min(config.cache_bytes() // max(1, per_page), useful)
+    if pages < 1:
+        raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
+    return pages
+
+
+def _bytes(layer: LayerShape, model: Model) -> int:
+    return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
+
+
+def _runner(model: Model, tables: Tables, config: EngineConfig) -> Runner:
+    return Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, config.exact))

@@ -1,0 +1,336 @@
+"""LLM for people: a tokenizer and an engine; generate, stream, chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from faircopy import rng
+from faircopy.config import EngineConfig, from_speculative, refuse_unknown
+from faircopy.drafters.base import Drafter
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.engine import Engine, build_engine
+from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
+from faircopy.model.base import Model
+from faircopy.model.loader import load_eos, load_model, load_tokenizer, same_words
+from faircopy.model.selftest import self_test
+from faircopy.text import IncrementalText
+from faircopy.types import FinishReason, Logprobs, Request, SamplingParams, Sequence
+
+Prompt = str | Seq[int]
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One text the target wrote."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    drafted: int
+    accepted: int
+    steps: int
+    seed: int
+    logprobs: list[Logprobs] | None = None
+    origins: list[bool] = field(default_factory=list)  # per token: true if a draft had it right
+    error: FaircopyError | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one prompt: n completions, the first of them also read directly."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def drafted(self) -> int:
+        return sum(output.drafted for output in self.outputs)
+
+    @property
+    def accepted(self) -> int:
+        return sum(output.accepted for output in self.outputs)
+
+    @property
+    def logprobs(self) -> list[Logprobs] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def seed(self) -> int:
+        return self.outputs[0].seed
+
+    @property
+    def error(self) -> FaircopyError | None:
+        return next((output.error for output in self.outputs if output.error is not None), None)
+
+
+class LLM:
+    """A target model, an optional drafter, and the engine that runs them. One thread at a time."""
+
+    def __init__(
+        self,
+        target: str | Model,
+        draft: str | Model | Drafter | None = None,
+        k: int = 4,
+        *,
+        speculative_config: dict[str, Any] | None = None,
+        tokenizer: Any | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_unknown("LLM", options, set(EngineConfig.__dataclass_fields__) - {"k"})
+        if speculative_config is not None:
+            if draft is not None:
+                raise ConfigError("speculative_config", speculative_config, "given beside draft=", "give one of the two")
+            draft, more = from_speculative(speculative_config)
+            k = more.pop("k", k)
+            options = more | options
+        self.config = EngineConfig(k=k, **options)
+        self.model = self._load(target)
+        self.tokenizer = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
+        eos = load_eos(target) if isinstance(target, str) else frozenset(getattr(target, "eos", ()))
+        drafter, model = self._draft(draft)
+        self.engine: Engine = build_engine(self.model, drafter, draft=model, config=self.config, eos=eos)
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        k: int | Seq[int] | None = None,
+        progress: bool | None = None,
+        errors: str = "raise",
+    ) -> list[Answer]:
+        """Answers in the order of the prompts (texts or lists of token ids).
+
+        If some requests fail the others are finished first; then BatchError is raised, with all answers in it
+        (errors="return": they come back with `error` set). A single prompt raises its own error.
+        """
+        if errors not in ("raise", "return"):
+            raise ConfigError("errors", errors, "unknown", "use 'raise' or 'return'")
+        asked = _as_prompts(prompts)
+        each = _per_prompt("params", params if params is not None else SamplingParams(), len(asked))
+        ks = _per_prompt("k", k, len(asked))
+        jobs = [_Job.start(self, prompt, p, own) for prompt, p, own in zip(asked, each, ks, strict=True)]
+        self._run(jobs, progress)
+        answers = [job.answer(self) for job in jobs]
+        failures = [(i, answer.error) for i, answer in enumerate(answers) if answer.error is not None]
+        if failures and errors == "raise":
+            raise failures[0][1] if len(answers) == 1 else BatchError(answers, failures)
+        return answers
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, k: int | None = None) -> Iterator[str]:
+        """Text as it is decided; what may yet become a stop string waits. Leaving the loop early aborts the request."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError("n", params.n, "a stream has one text", "use n=1, or generate()")
+        if self.tokenizer is None:
+            raise RequestError("prompt", prompt, "there is no tokenizer to make text", "pass tokenizer= to LLM")
+        seq = self.engine.add(self._request(prompt, params, k, 0, streamed=True))
+        return self._stream(seq)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """Answers to one conversation or several, through the model's chat template."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                list(m), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            for m in several
+        ]
+        return self.generate(prompts, params, **options)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; ids pass through."""
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise RequestError("prompt", prompt, "there is no tokenizer for text", "pass token ids, or tokenizer=")
+        return list(self.tokenizer.encode(prompt))
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer is not None else ""
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since this LLM was made."""
+        return self.engine.meter.snapshot()
+
+    def _load(self, model: str | Model) -> Model:
+        config = self.config
+        if isinstance(model, str):
+            model = load_model(model, config.torch_dtype(), config.torch_device(), config.exact)
+            self_test(model, config.exact)
+        return model
+
+    def _draft(self, draft: str | Model | Drafter | None) -> tuple[Drafter | None, Model | None]:
+        """The drafter, or the model to draft with."""
+        if draft is None or hasattr(draft, "propose"):
+            return draft, None  # type: ignore[return-value]
+        if draft == "ngram":
+            return NgramDrafter(self.config.lookup_min, self.config.lookup_max), None
+        model = self._load(draft)  # type: ignore[arg-type]
+        theirs = load_tokenizer(draft) if isinstance(draft, str) else self.tokenizer
+        difference = same_words(self.tokenizer, theirs, (self.model.vocab, model.vocab))
+        if difference:
+            raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
+        return None, model
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, k: int | None, sample: int, *, seed: int | None = None,
+        streamed: bool = False,
+    ) -> Request:
+        ids = self.encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", params.stop, "there is no tokenizer for text", "use stop_token_ids")
+        text = IncrementalText(self.decode, ids, params.stop) if params.stop or streamed else None
+        seed = params.seed if seed is None else seed
+        seed = rng.fresh_seed() if seed is None else seed
+        return Request(tuple(ids), params, rng.sample_seed(seed, sample), k, text, self._bad_words(params))
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as tokens, at the start of a text and after a space."""
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("bad_words", params.bad_words, "there is no tokenizer for text", "use logit_bias")
+        forms = {
+            tuple(self.tokenizer.encode(prefix + word, add_special_tokens=False))
+            for word in params.bad_words
+            for prefix in ("", " ")
+        }
+        return tuple(sorted(form for form in forms if form))
+
+    def _run(self, jobs: list[_Job], progress: bool | None) -> None:
+        """Step until every job is done; an interruption aborts what is not."""
+        show = sys.stderr.isatty() if progress is None else progress
+        live = [seq for job in jobs for seq in job.seqs]
+        try:
+            with tqdm(total=len(live), disable=not show, unit="req", dynamic_ncols=True) as bar:
+                while any(seq.finished is None for seq in live):
+                    outputs = self.engine.step()
+                    if show:
+                        _report(bar, outputs, live)
+        finally:
+            for seq in live:
+                self.engine.abort(seq)
+
+    def _stream(self, seq: Sequence) -> Iterator[str]:
+        text = seq.request.text
+        assert isinstance(text, IncrementalText)
+        try:
+            while seq.finished is None:
+                self.engine.step()
+                if seq.finished is not None:
+                    text.finish()
+                piece = text.release()
+                if piece:
+                    yield piece
+            if seq.error is not None:
+                raise seq.error
+        finally:
+            self.engine.abort(seq)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prompt on its way: its sequences, or the reason there are none."""
+
+    prompt: Prompt
+    params: SamplingParams
+    seqs: list[Sequence] = field(default_factory=list)
+    error: FaircopyError | None = None
+
+    @classmethod
+    def start(cls, llm: LLM, prompt: Prompt, params: SamplingParams, k: int | None) -> _Job:
+        job = cls(prompt, params)
+        seed = rng.fresh_seed() if params.seed is None else params.seed
+        try:
+            for sample in range(params.n):
+                job.seqs.append(llm.engine.add(llm._request(prompt, params, k, sample, seed=seed)))
+        except RequestError as error:
+            job.error = error
+            for seq in job.seqs:
+                llm.engine.abort(seq)
+        return job
+
+    def answer(self, llm: LLM) -> Answer:
+        if self.error is not None:
+            return Answer(self.prompt, [], [Completion("", [], "error", 0, 0, 0, 0, error=self.error)])
+        first = self.seqs[0]
+        logprobs = first.prompt_logprobs if self.params.prompt_logprobs is not None else None
+        return Answer(self.prompt, list(first.prompt), [_completion(llm, seq) for seq in self.seqs], logprobs)
+
+
+def _completion(llm: LLM, seq: Sequence) -> Completion:
+    assert seq.finished is not None
+    return Completion(
+        text=_text(llm, seq),
+        token_ids=seq.output,
+        finish_reason=seq.finished,
+        drafted=seq.drafted,
+        accepted=seq.accepted,
+        steps=seq.steps,
+        seed=seq.seed,
+        logprobs=None if seq.params.logprobs is None else seq.logprobs,
+        origins=seq.origins,
+        error=seq.error,
+    )
+
+
+def _text(llm: LLM, seq: Sequence) -> str:
+    """The sequence's own text, or its tokens read the same way now."""
+    text = seq.request.text
+    if not isinstance(text, IncrementalText):
+        text = IncrementalText(llm.decode, seq.prompt)
+        for token in seq.output:
+            text.push(token)
+    return text.finish()
+
+
+def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """A list of prompts; one text or one list of ids stands for itself."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(name, f"{len(value)} values", f"for {count} prompts", "pass one, or one per prompt")
+    return list(value)
+
+
+def _report(bar: Any, outputs: Any, live: list[Sequence]) -> None:
+    bar.update(sum(output.finished is not None for output in outputs))
+    written, drafted = sum(len(seq.output) for seq in live), sum(seq.drafted for seq in live)
+    accepted = sum(seq.accepted for seq in live)
+    rate = written / max(1e-9, bar.format_dict["elapsed"])
+    bar.set_postfix_str(f"{rate:.0f} tok/s, accepted {accepted / drafted:.0%}" if drafted else f"{rate:.0f} tok/s")

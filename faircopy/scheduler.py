@@ -1,0 +1,171 @@
+"""Queues, admission, preemption, commit and stop conditions. The only writer of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from faircopy.policy import first_come
+from faircopy.types import Batch, Decision, Draft, FinishReason, Output, Sequence, Verdict
+
+Wish = Callable[[Sequence], int]  # how many draft nodes a sequence should get, room permitting
+
+
+class Ledger(Protocol):
+    """What the scheduler sees of memory."""
+
+    def open(self, seq: Sequence) -> int: ...
+    def reserve(self, seq: Sequence, length: int) -> bool: ...
+    def trim(self, seq: Sequence, length: int) -> None: ...
+    def close(self, seq: Sequence) -> None: ...
+
+
+class Scheduler:
+    """Decides who runs, and writes down what they gained."""
+
+    def __init__(
+        self, ledger: Ledger, cached: Callable[[Sequence], int], max_batch: int, chunk: int
+    ) -> None:
+        self._ledger, self._cached = ledger, cached
+        self._max_batch, self._chunk = max_batch, chunk
+        self._waiting: list[Sequence] = []  # in order of arrival
+        self._running: list[Sequence] = []
+        self._departed: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return list(self._running)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return list(self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        self._waiting.append(seq)
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence between steps, wherever it is."""
+        if seq.finished is None:
+            self._finish(seq, "abort")
+
+    def pick(self, wish: Wish) -> Batch:
+        """Who runs now: those running, oldest first, then newcomers, while pages and the prompt chunk last."""
+        batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
+        for seq in first_come(self._running):
+            if seq in self._running:  # an older one may have taken its pages
+                chunk -= self._schedule(batch, seq, chunk, wish)
+        while self._waiting and chunk > 0 and len(self._running) < self._max_batch and self.preemptions == before:
+            used = self._admit(batch, self._waiting[0], chunk, wish)
+            if used is None:
+                break
+            chunk -= used
+        return batch
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> list[Output]:
+        """Append what was decided, up to where plain decoding would have stopped."""
+        outputs = []
+        for seq, nodes, decision in zip(batch.seqs, draft.tokens, verdict.decisions, strict=True):
+            seq.prompt_logprobs += decision.prompt_logprobs
+            if decision.error is not None:
+                seq.error = decision.error
+                self._finish(seq, "error")
+                outputs.append(Output(seq, [], "error"))
+            elif decision.tokens:
+                outputs.append(self._extend(seq, len(nodes), decision))
+        return outputs
+
+    def departed(self) -> list[Sequence]:
+        """Who finished or was preempted since the last call."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def _schedule(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int:
+        """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""
+        upto, room = self._share(seq, chunk, wish)
+        if upto == self._cached(seq):
+            return 0  # the chunk is used up; it goes on next time
+        while not self._ledger.reserve(seq, upto + room):
+            if room:
+                room = 0  # guesses are worth less than anybody's progress
+                continue
+            youngest = max(self._running, key=lambda other: other.id)
+            self._preempt(youngest)
+            if youngest is seq:
+                return 0
+        return self._enter(batch, seq, upto, room)
+
+    def _admit(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int | None:
+        """Let the first in the queue in, if its first chunk fits without taking from others; prompt tokens used."""
+        self._ledger.open(seq)
+        upto, room = self._share(seq, chunk, wish)
+        if not self._ledger.reserve(seq, upto + room):
+            if self._running or not self._ledger.reserve(seq, upto):
+                self._leave(seq)
+                return None
+            room = 0
+        self._running.append(self._waiting.pop(0))
+        return self._enter(batch, seq, upto, room)
+
+    def _enter(self, batch: Batch, seq: Sequence, upto: int, room: int) -> int:
+        batch.seqs.append(seq)
+        batch.upto.append(upto)
+        batch.room.append(room)
+        pending = len(seq.tokens) - self._cached(seq)
+        return upto - self._cached(seq) if pending > 1 else 0
+
+    def _share(self, seq: Sequence, chunk: int, wish: Wish) -> tuple[int, int]:
+        """How far to feed, and how many nodes. Guesses beyond the sequence's limit would be wasted."""
+        length, cached = len(seq.tokens), self._cached(seq)
+        if length - cached > max(chunk, 1):
+            return cached + chunk, 0
+        return length, max(0, min(wish(seq), seq.limit - length - 1))
+
+    def _extend(self, seq: Sequence, drafted: int, decision: Decision) -> Output:
+        new: list[int] = []
+        for place, token in enumerate(decision.tokens):
+            new.append(token)
+            seq.tokens.append(token)
+            seq.origins.append(place < len(decision.nodes))
+            reason = self._stop_reason(seq, token)
+            if reason:
+                break
+        seq.drafted += drafted
+        seq.accepted += min(len(new), len(decision.nodes))
+        seq.steps += 1
+        seq.logprobs += decision.logprobs[: len(new)]
+        if reason:
+            self._finish(seq, reason)
+        else:
+            self._ledger.trim(seq, len(seq.tokens))
+        return Output(seq, new, reason)
+
+    def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Why plain decoding would stop after this token, if it would."""
+        long_enough = len(seq.tokens) - len(seq.prompt) >= seq.params.min_tokens
+        text = seq.request.text
+        stopped = text is not None and text.push(token, long_enough)
+        if stopped or (token in seq.stops and long_enough):
+            return "stop"
+        return "length" if len(seq.tokens) >= seq.limit else None
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._leave(seq)
+        self._waiting.insert(sum(other.id < seq.id for other in self._waiting), seq)
+        self.preemptions += 1
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finished = reason
+        for queue in (self._running, self._waiting):
+            if seq in queue:
+                queue.remove(seq)
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._ledger.close(seq)
+        self._departed.append(seq)

@@ -1,0 +1,73 @@
+"""What a verifier is, and what every verifier does alike."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from faircopy.errors import NumericsError
+from faircopy.model.runner import Result
+from faircopy.sampling import Row, logprobs
+from faircopy.types import Batch, Decision, Draft, Logprobs, Sequence, Verdict
+
+
+class Verifier(Protocol):
+    """Decides, from the target's logits, which nodes stand and what comes after them."""
+
+    def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict: ...
+
+
+def node_rows(batch: Batch, draft: Draft, i: int) -> list[Row]:
+    """Where tokens of sequence i are chosen: after its last token, and after each node."""
+    seq, tokens = batch.seqs[i], draft.tokens[i]
+    paths = [[tokens[n] for n in draft.path(i, node)] for node in range(len(tokens))]
+    return [Row(seq), *(Row(seq, path) for path in paths)]
+
+
+def children(draft: Draft, i: int) -> list[list[int]]:
+    """The nodes below the last token (first), and below each node."""
+    below: list[list[int]] = [[] for _ in range(len(draft.tokens[i]) + 1)]
+    for node, parent in enumerate(draft.parents[i]):
+        below[parent + 1].append(node)
+    return below
+
+
+def decision(
+    seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]
+) -> Decision:
+    """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits."""
+    wanted = seq.params.logprobs
+    chosen: list[Logprobs] = []
+    if wanted is not None:
+        chosen = logprobs(rows[[0, *(node + 1 for node in nodes)]], tokens, wanted)
+    return Decision(nodes, tokens, chosen, prompt)
+
+
+def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list[Logprobs]:
+    """Log probabilities of the prompt tokens whose predecessors were fed in this step and not before."""
+    wanted = seq.params.prompt_logprobs
+    if wanted is None or len(seq.prompt_logprobs) >= len(seq.prompt):
+        return []
+    start = batch.upto[i] - result.packed.fed[i]
+    count = max(0, min(batch.upto[i], len(seq.prompt) - 1) - start)
+    skip = max(0, len(seq.prompt_logprobs) - 1 - start)  # known from before a preemption
+    if count <= skip:
+        return []
+    return logprobs(result.of(i)[skip:count], seq.prompt[start + 1 + skip : start + 1 + count], wanted)
+
+
+def broken(result: Result, batch: Batch) -> dict[int, Decision]:
+    """Sequences whose logits are not finite end here, and harm nobody."""
+    if result.logits.shape[0] == 0 or bool(torch.isfinite(result.logits.sum())):
+        return {}
+    bad = (~torch.isfinite(result.logits).all(-1)).tolist()
+    return {
+        i: Decision(error=NumericsError(
+            "logits", f"request {batch.seqs[i].id}", "the target produced NaN or infinite logits",
+            "check the checkpoint, or run it in float32",
+        ))
+        for i, rows in enumerate(result.packed.rows)
+        if any(bad[rows.start : rows.stop])
+    }
