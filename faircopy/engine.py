@@ -127,7 +127,9 @@ def check_request(request: Request, model: Model, tables: Tables) -> None:
     if not tables.fits(limit):
         have = tables.pool.pages * tables.page
         raise OutOfPages(
-            "prompt", f"{length} tokens", f"with max_tokens it may need {limit} of {have} tokens of memory",
+            "prompt",
+            f"{length} tokens",
+            f"with max_tokens it may need {limit} of {have} tokens of memory",
             "raise memory=, or lower max_tokens",
         )
 

@@ -100,7 +100,9 @@ class LLM:
         refuse_unknown("LLM", options, set(EngineConfig.__dataclass_fields__) - {"k"})
         if speculative_config is not None:
             if draft is not None:
-                raise ConfigError("speculative_config", speculative_config, "given beside draft=", "give one of the two")
+                raise ConfigError(
+                    "speculative_config", speculative_config, "given beside draft=", "give one of the two"
+                )
             draft, more = from_speculative(speculative_config)
             k = more.pop("k", k)
             options = more | options
@@ -159,9 +161,7 @@ class LLM:
             raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
-            self.tokenizer.apply_chat_template(
-                list(m), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
             for m in several
         ]
         return self.generate(prompts, params, **options)
@@ -190,11 +190,11 @@ class LLM:
 
     def _draft(self, draft: str | Model | Drafter | None) -> tuple[Drafter | None, Model | None]:
         """The drafter, or the model to draft with."""
-        if draft is None or hasattr(draft, "propose"):
-            return draft, None  # type: ignore[return-value]
+        if draft is None or isinstance(draft, Drafter):
+            return draft, None
         if draft == "ngram":
             return NgramDrafter(self.config.lookup_min, self.config.lookup_max), None
-        model = self._load(draft)  # type: ignore[arg-type]
+        model = self._load(draft)
         theirs = load_tokenizer(draft) if isinstance(draft, str) else self.tokenizer
         difference = same_words(self.tokenizer, theirs, (self.model.vocab, model.vocab))
         if difference:
@@ -202,7 +202,13 @@ class LLM:
         return None, model
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, k: int | None, sample: int, *, seed: int | None = None,
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        k: int | None,
+        sample: int,
+        *,
+        seed: int | None = None,
         streamed: bool = False,
     ) -> Request:
         ids = self.encode(prompt)

@@ -40,7 +40,7 @@ class Row:
 def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
     """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
     if all(row.seq.params.greedy and not row.seq.params.adjusts for row in rows):
-        return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+        return logits.argmax(-1).tolist()
     scores = adjusted(logits, rows)
     chosen = scores.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
@@ -48,7 +48,7 @@ def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
         drawing = [rows[i] for i in drawn]
         keys = torch.tensor([_signed(row.key) for row in drawing], device=logits.device)
         chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
-    return chosen.tolist()  # type: ignore[no-any-return]
+    return chosen.tolist()
 
 
 def probabilities(logits: Tensor, rows: Seq[Row]) -> Tensor:
@@ -66,7 +66,7 @@ def probabilities(logits: Tensor, rows: Seq[Row]) -> Tensor:
 def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     """The model's own log probabilities, before any parameter acts: each row's token first, then the best ones."""
     table = torch.log_softmax(logits.float(), -1)
-    values, ids = table.sort(-1, descending=True, stable=True)
+    values, ids = table.sort(dim=-1, descending=True, stable=True)
     return [
         {token: table[i, token].item()} | dict(zip(ids[i, :best].tolist(), values[i, :best].tolist(), strict=True))
         for i, token in enumerate(tokens)

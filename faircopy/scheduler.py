@@ -23,9 +23,7 @@ class Ledger(Protocol):
 class Scheduler:
     """Decides who runs, and writes down what they gained."""
 
-    def __init__(
-        self, ledger: Ledger, cached: Callable[[Sequence], int], max_batch: int, chunk: int
-    ) -> None:
+    def __init__(self, ledger: Ledger, cached: Callable[[Sequence], int], max_batch: int, chunk: int) -> None:
         self._ledger, self._cached = ledger, cached
         self._max_batch, self._chunk = max_batch, chunk
         self._waiting: list[Sequence] = []  # in order of arrival

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from faircopy.model.runner import Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses what the target will say. May be wrong, may be late, can never change the output."""
 

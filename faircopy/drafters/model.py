@@ -88,6 +88,4 @@ class ModelDrafter:
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:
-    return Batch(
-        [batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.room[n] for n in places]
-    )
+    return Batch([batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.room[n] for n in places])

@@ -14,10 +14,12 @@ class NgramDrafter(NoDrafter):
         self._indices: dict[Sequence, _Index] = {}
 
     def propose(self, batch: Batch) -> Draft:
-        return Draft.chains([
-            self._lookup(seq, room) if room and batch.complete(i) else []
-            for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
-        ])
+        return Draft.chains(
+            [
+                self._lookup(seq, room) if room and batch.complete(i) else []
+                for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
+            ]
+        )
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
@@ -44,7 +46,6 @@ class _Index:
                     self._ends[tuple(tokens[end - n : end])] = end
         self._seen = max(self._seen, len(tokens) - 1)
         for n in self._lengths:
-            end = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
-            if end is not None:
-                return end
+            if n <= len(tokens) and (known := self._ends.get(tuple(tokens[-n:]))) is not None:
+                return known
         return None

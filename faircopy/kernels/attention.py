@@ -201,7 +201,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: T
         q, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
     out = out if sinks is None else _with_sinks(out, lse, sinks)
-    return out[:1] if single else out  # type: ignore[no-any-return]
+    return out[:1] if single else out
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

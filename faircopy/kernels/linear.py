@@ -47,7 +47,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:
         run(weight.new_zeros(1, weight.shape[1]), stored, bias, "none", [], "")
     except (RuntimeError, AttributeError):
         return None
-    return lambda x: run(x, stored, bias, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x: run(x, stored, bias, "none", [], "")
 
 
 def _at_least(run: Product, least: int) -> Product:
@@ -63,7 +63,7 @@ def _blocks(weight: Tensor, bias: Tensor | None) -> Product:
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.shape[0]
-        blocks = F.pad(x, (0, 0, 0, -rows % BLOCK)).split(BLOCK)
+        blocks = F.pad(x, (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, x.shape[1])
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     return blocked

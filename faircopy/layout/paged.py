@@ -6,6 +6,7 @@ A rejected node's keys stay where they are: the next write lands on top of them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -49,7 +50,9 @@ class PagedLayout:
         slots: list[Ints] = []
         wanted: list[Ints] = []
         lanes: list[Lane] = []
-        fed, nodes, rows = [], [], []
+        fed: list[int] = []
+        nodes: list[range] = []
+        rows: list[range] = []
         for i, seq in enumerate(batch.seqs):
             start, upto = self.cached(seq), batch.upto[i]
             live = range(min(done, len(draft.tokens[i])), len(draft.tokens[i])) if batch.complete(i) else range(0)
@@ -175,7 +178,7 @@ class PagedLayout:
     def _run(self, seq: Sequence) -> tuple[int, int]:
         """First slot and number of slots, if all pages follow each other."""
         table, page = self.tables.table(seq), self.tables.page
-        rising = all(b - a == 1 for a, b in zip(table, table[1:], strict=False))
+        rising = all(b - a == 1 for a, b in pairwise(table))
         return (table[0] * page, len(table) * page) if rising else (0, 0)
 
     def _move(self, seq: Sequence, base: int, nodes: Seq[int]) -> None:
@@ -200,7 +203,7 @@ def _depths(parents: list[int]) -> Ints:
 
 
 def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> Ints:
-    """Rows, counted from the sequence's first, whose logits are needed: asked-for prompt rows, the last token, nodes."""
+    """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
     fed = upto - start
     prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
     last = fed - 1 if complete and fed else fed

@@ -105,9 +105,7 @@ class Decoder:
         logits = self._head(rms_norm(x[packed.wanted], self._norm, self.spec.eps))
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
-    def _attention(
-        self, layer: _Layer, index: int, x: Tensor, angles: Tensor, packed: Packed, cache: Cache
-    ) -> Tensor:
+    def _attention(self, layer: _Layer, index: int, x: Tensor, angles: Tensor, packed: Packed, cache: Cache) -> Tensor:
         s = self.spec
         qkv = layer.qkv(rms_norm(x, layer.before_attention, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,9 +83,7 @@ def fits_decoder(config: Any) -> bool:
     )
 
 
-def _load_decoder(
-    name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool
-) -> Model:
+def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     tensors = _Tensors(folder, dtype, device)
     frequencies, factor = _rope(config)
     try:
@@ -129,16 +128,15 @@ class _Tensors:
         from safetensors import SafetensorError, safe_open
 
         try:
-            handle = safe_open(file, framework="pt")
+            handle: Any = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
-        for name in handle.keys():  # noqa: SIM118 (not a dictionary)
-            self._readers[name] = lambda name=name: handle.get_tensor(name)
+        self._readers |= {name: partial(handle.get_tensor, name) for name in list(handle.keys())}
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
-        for name, tensor in _from_pretrained(str(folder), folder, self._dtype).state_dict().items():
-            self._readers[name] = lambda tensor=tensor: tensor
+        state = _from_pretrained(str(folder), folder, self._dtype).state_dict()
+        self._readers = {name: partial(state.__getitem__, name) for name in state}
 
     def _check_index(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -198,9 +196,7 @@ def load_tokenizer(path: str) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers and transformers each raise their own
-        raise CheckpointError(
-            "tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again"
-        ) from error
+        raise CheckpointError("tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
 
 
 def load_eos(path: str) -> frozenset[int]:

@@ -45,7 +45,10 @@ def _compare_with_own_forward(model: Universal, tokens: list[int], together: Ten
     error = float((own.float() - together.float()).norm() / own.float().norm())
     if not error <= _TOLERANCE[model.dtype]:
         raise UnsupportedModel(
-            "model", model.name, f"packed logits are off its own by {error:.1e}: its attention does more than it says", REMEDY
+            "model",
+            model.name,
+            f"packed logits are off its own by {error:.1e}: its attention does more than it says",
+            REMEDY,
         )
 
 

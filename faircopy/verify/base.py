@@ -34,9 +34,7 @@ def children(draft: Draft, i: int) -> list[list[int]]:
     return below
 
 
-def decision(
-    seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]
-) -> Decision:
+def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:
     """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits."""
     wanted = seq.params.logprobs
     chosen: list[Logprobs] = []
@@ -64,10 +62,14 @@ def broken(result: Result, batch: Batch) -> dict[int, Decision]:
         return {}
     bad = (~torch.isfinite(result.logits).all(-1)).tolist()
     return {
-        i: Decision(error=NumericsError(
-            "logits", f"request {batch.seqs[i].id}", "the target produced NaN or infinite logits",
-            "check the checkpoint, or run it in float32",
-        ))
+        i: Decision(
+            error=NumericsError(
+                "logits",
+                f"request {batch.seqs[i].id}",
+                "the target produced NaN or infinite logits",
+                "check the checkpoint, or run it in float32",
+            )
+        )
         for i, rows in enumerate(result.packed.rows)
         if any(bad[rows.start : rows.stop])
     }

@@ -6,7 +6,8 @@ enumerate every outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def _sources(draft: Draft, i: int) -> list[Distribution | None]:
 def _coin(seq: Sequence, draft: Draft, i: int) -> Coin:
     def coin(node: int, probability: Any) -> bool:
         position = len(seq.tokens) + len(draft.path(i, node)) - 1
-        return rng.uniform(seq.seed, position, rng.COIN, node) < probability
+        return bool(rng.uniform(seq.seed, position, rng.COIN, node) < probability)
 
     return coin
 

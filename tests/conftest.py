@@ -1,0 +1,46 @@
+"""Shared fixtures: tiny checkpoints on disk, and one thread unless a test asks for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from tests.zoo import build
+
+logging.disable_progress_bar()
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Folder of a tiny random model of the zoo, written once."""
+    made: dict[tuple[str, int], str] = {}
+
+    def folder(name: str, seed: int = 0) -> str:
+        if (name, seed) not in made:
+            path = tmp_path_factory.mktemp(name)
+            build(name, seed=seed).save_pretrained(path)
+            made[name, seed] = str(path)
+        return made[name, seed]
+
+    return folder
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Real prompts and weights, where a checkout has them beside it."""
+    if not SHARED.is_dir():
+        pytest.skip("no shared data beside this checkout")
+    return SHARED
