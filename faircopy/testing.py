@@ -30,7 +30,7 @@ class TableModel:
     def __init__(self, vocab: int = 64, context: int = 512, seed: int = 0, eos: Seq[int] = ()) -> None:
         self.name, self.vocab, self.context, self.eos = "table", vocab, context, tuple(eos)
         self.dtype, self.device = torch.float32, torch.device("cpu")
-        self.layers: list[LayerShape] = []
+        self.layers = [LayerShape(1, 1)]  # nothing is stored in it, but pages have a size
         self.poison: int | None = None  # a token after which all logits are NaN
         self._table = torch.randn(7, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 

@@ -91,8 +91,8 @@ class PagePool:
     def _place(self) -> int:
         """Where a new run begins: runs are spread over the pool by halving gaps, so that each has room to grow."""
         for _ in range(_TRIES):
-            self._runs += 1
             page = int(_spread(self._runs) * self.pages)
+            self._runs += 1
             if page in self._free:
                 return page
         return next(iter(self._free))
@@ -102,7 +102,7 @@ _TRIES = 16
 
 
 def _spread(n: int) -> float:
-    """1/2, 1/4, 3/4, 1/8, 5/8, ... (van der Corput): any first n of these leave no large gap."""
+    """0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput): any first n of these leave no large gap."""
     result, step = 0.0, 0.5
     while n:
         result += step * (n & 1)
