@@ -108,10 +108,19 @@ def compare(
     for name, seconds in times.items():
         median = statistics.median(seconds)
         same = sum(a == b for a, b in zip(texts[name], texts["generate()"], strict=True))
-        rows.append({"batch": batch, "system": name, "ratio": round(base / median, 2), "same_as_generate": same,
-                     "spread": round((max(seconds) - min(seconds)) / median, 2)})
-        print(f"batch {batch:2d}  {name:24s} {base / median:5.2f} x generate()   {same}/{batch} texts equal   "
-              f"spread {rows[-1]['spread']:.0%}")
+        rows.append(
+            {
+                "batch": batch,
+                "system": name,
+                "ratio": round(base / median, 2),
+                "same_as_generate": same,
+                "spread": round((max(seconds) - min(seconds)) / median, 2),
+            }
+        )
+        print(
+            f"batch {batch:2d}  {name:24s} {base / median:5.2f} x generate()   {same}/{batch} texts equal   "
+            f"spread {rows[-1]['spread']:.0%}"
+        )
     return rows
 
 

@@ -40,4 +40,5 @@ def _commit() -> str:
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    kind = platform.processor() or platform.machine()
+    return f"CPU {kind}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

@@ -15,7 +15,7 @@ from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.plan.length import FixedLength
 from faircopy.scheduler import Scheduler, Wish
-from faircopy.types import Batch, Draft, Output, Request, Sequence, Verdict
+from faircopy.types import Draft, Output, Request, Sequence, Verdict
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
 from faircopy.verify.rejection import RejectionVerifier
@@ -76,9 +76,8 @@ class Engine:
         result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes
         verdict = self.verifier.judge(batch, draft, result)  # the step's only look at device results
         verdict = self.target.layout.commit(batch, draft, verdict)  # may keep fewer, never more
-        self.target.layout.publish(batch)  # full pages may now be shared
+        self.target.layout.publish(batch, verdict)  # full pages may now be shared
         self.drafter.observe(batch, draft, result, verdict)
-        self._scrub(batch, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
         self._forget_departed()
         self._record(draft, result, verdict, outputs)
@@ -88,11 +87,6 @@ class Engine:
         for seq in self.scheduler.departed():
             self.drafter.forget(seq)
             self.target.layout.forget(seq)
-
-    def _scrub(self, batch: Batch, verdict: Verdict) -> None:
-        for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
-            if decision.error is not None:
-                self.target.layout.scrub(seq)
 
     def _record(self, draft: Draft, result: Result, verdict: Verdict, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()

@@ -69,11 +69,7 @@ class Scheduler:
         outputs = []
         for seq, nodes, decision in zip(batch.seqs, draft.tokens, verdict.decisions, strict=True):
             seq.prompt_logprobs += decision.prompt_logprobs
-            if decision.error is not None:
-                seq.error = decision.error
-                self._finish(seq, "error")
-                outputs.append(Output(seq, [], "error"))
-            elif decision.tokens:
+            if decision.tokens or decision.error is not None:
                 outputs.append(self._extend(seq, len(nodes), decision))
         return outputs
 
@@ -125,6 +121,7 @@ class Scheduler:
 
     def _extend(self, seq: Sequence, drafted: int, decision: Decision) -> Output:
         new: list[int] = []
+        reason: FinishReason | None = None
         for place, token in enumerate(decision.tokens):
             new.append(token)
             seq.tokens.append(token)
@@ -136,6 +133,8 @@ class Scheduler:
         seq.accepted += min(len(new), len(decision.nodes))
         seq.steps += 1
         seq.logprobs += decision.logprobs[: len(new)]
+        if reason is None and decision.error is not None:
+            seq.error, reason = decision.error, "error"
         if reason:
             self._finish(seq, reason)
         else:

@@ -252,7 +252,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one sequence gained: accepted nodes, and their tokens plus one more (or neither)."""
+    """What one sequence gained: accepted nodes, and their tokens plus one more; with an error, without that one.
+
+    Both are empty for a prompt chunk that has not reached the end.
+    """
 
     nodes: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -55,7 +55,10 @@ def requests_of(
 
 
 def scripted(
-    prompts: list[list[int]], expected: list[Plain], script: Callable[[Sequence, int], tuple[int, int]], vocab: int,
+    prompts: list[list[int]],
+    expected: list[Plain],
+    script: Callable[[Sequence, int], tuple[int, int]],
+    vocab: int,
     wide: bool = False,
 ) -> ScriptedDrafter:
     truth = {tuple(p): e.tokens for p, e in zip(prompts, expected, strict=True)}

@@ -26,12 +26,19 @@ def test_the_walk_follows_the_targets_choices() -> None:
     draft = Draft([[5, 6, 7, 8, 9]], [[-1, -1, 0, 1, 2]])
     below = children(draft, 0)
     assert below == [[0, 1], [2], [3], [4], [], []]
-    assert exact.walk(draft.tokens[0], below, [5, 7, 0, 9, 0, 3]) == [0, 2, 4]
-    assert exact.walk(draft.tokens[0], below, [6, 7, 8, 9, 0, 3]) == [1, 3]
-    assert exact.walk(draft.tokens[0], below, [1, 7, 8, 9, 0, 3]) == []
+    good = [False] * 6
+
+    def walk(choices: list[int], broken: list[bool] = good) -> tuple[list[int], list[int]]:
+        return exact.walk(draft.tokens[0], below, choices, broken)
+
+    assert walk([5, 7, 0, 9, 0, 3]) == ([0, 2, 4], [5, 7, 9, 3])
+    assert walk([6, 7, 8, 9, 0, 3]) == ([1, 3], [6, 8, 0])
+    assert walk([1, 7, 8, 9, 0, 3]) == ([], [1])
+    assert walk([5, 7, 0, 9, 0, 3], [False, False, True, True, False, False]) == ([0, 2], [5, 7])
+    assert walk([5, 7, 0, 9, 0, 3], [True] * 6) == ([], [])
     chain = Draft.chains([[4, 4, 4]])
-    assert exact.walk(chain.tokens[0], children(chain, 0), [4, 4, 1, 9]) == [0, 1]
-    assert exact.walk([], children(Draft.empty(1), 0), [3]) == []
+    assert exact.walk(chain.tokens[0], children(chain, 0), [4, 4, 1, 9], good) == ([0, 1], [4, 4, 1])
+    assert exact.walk([], children(Draft.empty(1), 0), [3], good) == ([], [3])
 
 
 class Explorer:
@@ -121,10 +128,9 @@ def speculative_law(
             sources.append(q if drawn else None)
         below = children(Draft([tokens], [parents]), 0)
         paths = [(), *(tuple(tokens[n] for n in shape.path(0, node)) for node in range(len(parents)))]
-        nodes, last = rejection.walk(
+        _, text = rejection.walk(
             tokens, below, [target(p) for p in paths], sources.__getitem__, explorer.coin, explorer.draw
         )
-        text = [*(tokens[n] for n in nodes), last]
         while len(text) < length:
             text.append(explorer.draw(0, target(tuple(text))))
         return tuple(text[:length])

@@ -75,7 +75,6 @@ class ModelDrafter:
         for n, (i, seq, row) in enumerate(places):
             if not bool(torch.isfinite(row.sum())):
                 self._mute.add(seq)
-                self._runner.layout.scrub(seq)
                 continue
             draft.tokens[i].append(tokens[n])
             if draft.sources is not None and drawn_from is not None:

@@ -27,6 +27,7 @@ class PagedLayout:
     ) -> None:
         self.tables, self.layers, self.device, self.exact = tables, layers, device, exact
         self.moved = 0
+        self.healthy: Tensor | None = None
         self._trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
         kind = cache_dtype(dtype, device)
         shapes = [(self._trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
@@ -96,8 +97,10 @@ class PagedLayout:
         """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
         shape, width = self.layers[layer], v.shape[-1]
         keys, values = self._keys[layer], self._values[layer]
-        keys.index_copy_(0, packed.slots, _widen(k, shape.head_dim).to(keys.dtype))
-        values.index_copy_(0, packed.slots, _widen(v, shape.head_dim).to(values.dtype))
+        keys.index_copy_(0, packed.slots, _finite(_widen(k, shape.head_dim).to(keys.dtype)))
+        values.index_copy_(0, packed.slots, _finite(_widen(v, shape.head_dim).to(values.dtype)))
+        if layer == len(self.layers) - 1:
+            self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
         plan = packed.plans[shape.window, shape.group]
         out = attend(_widen(q, shape.head_dim), keys, values, plan, scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
@@ -116,17 +119,11 @@ class PagedLayout:
             self._reach(seq, base + len(kept))
         return verdict
 
-    def publish(self, batch: Batch) -> None:
-        """Offer the pages that are full for good to later sequences."""
-        for seq in batch.seqs:
-            self.tables.publish(seq, min(self.cached(seq), len(seq.tokens)))
-
-    def scrub(self, seq: Sequence) -> None:
-        """Zero what only this sequence holds: a stale NaN would reach the pages' next holder through a zero weight."""
-        for page in self.tables.retract(seq):
-            rows = slice(page * self.tables.page, (page + 1) * self.tables.page)
-            for pool in (*self._keys, *self._values):
-                pool[rows] = 0
+    def publish(self, batch: Batch, verdict: Verdict) -> None:
+        """Offer the pages that are full for good to later sequences, unless what is in them is not to be trusted."""
+        for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
+            if decision.error is None:
+                self.tables.publish(seq, min(self.cached(seq), len(seq.tokens)))
 
     def forget(self, seq: Sequence) -> None:
         self._cached.pop(seq, None)
@@ -213,3 +210,8 @@ def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) ->
 def _widen(x: Tensor, width: int) -> Tensor:
     """Zeros behind the last dimension, where a layer's values are narrower than its keys."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """A masked NaN still spreads (NaN - inf, 0 * NaN), to other queries and to a page's next holder: store zeros."""
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0)

@@ -62,15 +62,6 @@ class PagePool:
         else:
             self._free.add(page)
 
-    def retract(self, page: int) -> None:
-        """Make a held page unfindable: its content is not to be trusted."""
-        content = self._content.pop(page, None)
-        if content is not None:
-            del self._index[content]
-
-    def shared(self, page: int) -> bool:
-        return self._holders.get(page, 0) > 1
-
     def check(self, tables: Iterable[list[int]]) -> None:
         """Every page is in exactly one state, and held as often as the tables say."""
         held: dict[int, int] = {}
@@ -84,8 +75,7 @@ class PagePool:
         assert {page: content for content, page in self._index.items()} == self._content, "the index is out of step"
 
     def _forget(self, page: int) -> None:
-        self.retract(page)
-        del self._kept[page]
+        del self._kept[page], self._index[self._content.pop(page)]
         self._free.add(page)
 
     def _place(self) -> int:

@@ -63,12 +63,6 @@ class Tables:
             contents.append(self._content(seq, index, contents))
             self.pool.publish(self._tables[seq][index], contents[index])
 
-    def retract(self, seq: Sequence) -> list[int]:
-        """Withdraw a sequence's pages from reuse; those nobody else holds."""
-        for page in self._tables[seq]:
-            self.pool.retract(page)
-        return [page for page in self._tables[seq] if not self.pool.shared(page)]
-
     def close(self, seq: Sequence) -> None:
         """Give everything back."""
         for page in reversed(self._tables.pop(seq, [])):

@@ -18,6 +18,7 @@ class Result:
 
     packed: Packed
     logits: Tensor  # [R, vocab]
+    healthy: Tensor | None = None  # [T] which rows had finite states; None: nobody looked
 
     def of(self, i: int) -> Tensor:
         """The rows of sequence i: asked-for prompt rows, its last token, its nodes."""
@@ -39,4 +40,4 @@ class Runner:
         logits = self.model.forward(packed, self.layout)
         self.layout.advance(batch)
         self.tokens_fed += packed.size
-        return Result(packed, logits)
+        return Result(packed, logits, self.layout.healthy)

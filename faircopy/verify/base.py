@@ -35,12 +35,24 @@ def children(draft: Draft, i: int) -> list[list[int]]:
 
 
 def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:
-    """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits."""
+    """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits.
+
+    A token fewer than usual means that the row it should come from is broken: plain decoding would end there too.
+    """
     wanted = seq.params.logprobs
     chosen: list[Logprobs] = []
-    if wanted is not None:
-        chosen = logprobs(rows[[0, *(node + 1 for node in nodes)]], tokens, wanted)
-    return Decision(nodes, tokens, chosen, prompt)
+    if wanted is not None and tokens:
+        chosen = logprobs(rows[[0, *(node + 1 for node in nodes)][: len(tokens)]], tokens, wanted)
+    return Decision(nodes, tokens, chosen, prompt, numerics_error(seq) if len(tokens) == len(nodes) else None)
+
+
+def numerics_error(seq: Sequence) -> NumericsError:
+    return NumericsError(
+        "logits",
+        f"request {seq.id}",
+        "the target produced NaN or infinite logits",
+        "check the checkpoint, or run it in float32",
+    )
 
 
 def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list[Logprobs]:
@@ -56,20 +68,21 @@ def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list
     return logprobs(result.of(i)[skip:count], seq.prompt[start + 1 + skip : start + 1 + count], wanted)
 
 
-def broken(result: Result, batch: Batch) -> dict[int, Decision]:
-    """Sequences whose logits are not finite end here, and harm nobody."""
-    if result.logits.shape[0] == 0 or bool(torch.isfinite(result.logits.sum())):
-        return {}
-    bad = (~torch.isfinite(result.logits).all(-1)).tolist()
-    return {
-        i: Decision(
-            error=NumericsError(
-                "logits",
-                f"request {batch.seqs[i].id}",
-                "the target produced NaN or infinite logits",
-                "check the checkpoint, or run it in float32",
-            )
-        )
-        for i, rows in enumerate(result.packed.rows)
-        if any(bad[rows.start : rows.stop])
-    }
+def broken_rows(result: Result) -> list[bool]:
+    """Which rows of logits are not finite; one that no sequence comes to rely on harms nobody."""
+    rows = result.logits.shape[0]
+    if rows == 0 or bool(torch.isfinite(result.logits.sum())):
+        return [False] * rows
+    return (~torch.isfinite(result.logits).all(-1)).tolist()
+
+
+def broken_feeds(result: Result) -> set[int]:
+    """Sequences one of whose own tokens has no finite state: what follows it would be made up."""
+    if result.healthy is None or bool(result.healthy.all()):
+        return set()
+    healthy, start, broken = result.healthy.tolist(), 0, set()
+    for i, (fed, nodes) in enumerate(zip(result.packed.fed, result.packed.nodes, strict=True)):
+        if not all(healthy[start : start + fed]):
+            broken.add(i)
+        start += fed + len(nodes)
+    return broken

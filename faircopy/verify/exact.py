@@ -8,16 +8,31 @@ from __future__ import annotations
 from faircopy.model.runner import Result
 from faircopy.sampling import Row, choose
 from faircopy.types import Batch, Decision, Draft, Verdict
-from faircopy.verify.base import broken, children, decision, node_rows, prompt_logprobs
+from faircopy.verify.base import (
+    broken_feeds,
+    broken_rows,
+    children,
+    decision,
+    node_rows,
+    numerics_error,
+    prompt_logprobs,
+)
 
 
 class ExactVerifier:
     """Chains and trees are one walk: follow the node that says what the target says, while there is one."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
-        failed = broken(result, batch)
+        broken, feeds = broken_rows(result), broken_feeds(result)
         choices = self._choices(batch, draft, result)
-        return Verdict([failed.get(i) or self._decide(batch, draft, result, i, choices[i]) for i in range(len(batch))])
+        return Verdict(
+            [
+                Decision(error=numerics_error(seq))
+                if i in feeds
+                else self._decide(batch, draft, result, i, choices[i], broken)
+                for i, seq in enumerate(batch.seqs)
+            ]
+        )
 
     def _choices(self, batch: Batch, draft: Draft, result: Result) -> list[list[int]]:
         """The target's token after each sequence's last token and after each of its nodes, in one call."""
@@ -33,23 +48,33 @@ class ExactVerifier:
         chosen = choose(logits, rows) if rows else []
         return [chosen[start:stop] for start, stop in spans]
 
-    def _decide(self, batch: Batch, draft: Draft, result: Result, i: int, choices: list[int]) -> Decision:
-        seq = batch.seqs[i]
+    def _decide(
+        self, batch: Batch, draft: Draft, result: Result, i: int, choices: list[int], broken: list[bool]
+    ) -> Decision:
+        seq, stop = batch.seqs[i], result.packed.rows[i].stop
         prompt = prompt_logprobs(seq, batch, i, result)
         if not choices:
             return Decision(prompt_logprobs=prompt)
-        nodes = walk(draft.tokens[i], children(draft, i), choices)
-        tokens = [choices[0], *(choices[node + 1] for node in nodes)]
+        bad = broken[stop - len(choices) : stop]
+        nodes, tokens = walk(draft.tokens[i], children(draft, i), choices, bad)
         return decision(seq, result.of(i)[-len(choices) :], nodes, tokens, prompt)
 
 
-def walk(tokens: list[int], below: list[list[int]], choices: list[int]) -> list[int]:
-    """Accepted nodes: from the last token, step to the child that says what the target chose there."""
+def walk(
+    tokens: list[int], below: list[list[int]], choices: list[int], broken: list[bool]
+) -> tuple[list[int], list[int]]:
+    """Accepted nodes and the target's tokens: step to the child that says what the target chose, while there is one.
+
+    There is one token more than nodes, unless the walk ends at a broken row.
+    """
     nodes: list[int] = []
+    said: list[int] = []
     here = 0
-    while True:
+    while not broken[here]:
+        said.append(choices[here])
         right = next((node for node in below[here] if tokens[node] == choices[here]), None)
         if right is None:
-            return nodes
+            break
         nodes.append(right)
         here = right + 1
+    return nodes, said

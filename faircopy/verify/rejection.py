@@ -17,7 +17,15 @@ from faircopy import rng
 from faircopy.model.runner import Result
 from faircopy.sampling import probabilities
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
-from faircopy.verify.base import broken, children, decision, node_rows, prompt_logprobs
+from faircopy.verify.base import (
+    broken_feeds,
+    broken_rows,
+    children,
+    decision,
+    node_rows,
+    numerics_error,
+    prompt_logprobs,
+)
 
 Distribution = NDArray[Any]  # non-negative, sums to one; floats or fractions
 Coin = Callable[[int, Any], bool]  # (node, probability) -> heads
@@ -27,18 +35,21 @@ Draw = Callable[[int, Distribution], int]  # (depth, distribution) -> token
 def walk(
     tokens: Seq[int],
     below: Seq[Seq[int]],
-    target: Seq[Distribution],
+    target: Seq[Distribution | None],
     source: Callable[[int], Distribution | None],
     coin: Coin,
     draw: Draw,
-) -> tuple[list[int], int]:
-    """Accepted nodes and one more token. target[n + 1] is what follows node n, target[0] what follows the last token;
-    source(n) is what node n was drawn from given its elder siblings' rejection, or None if it was picked.
+) -> tuple[list[int], list[int]]:
+    """Accepted nodes, and their tokens plus one more. target[n + 1] is what follows node n, target[0] what follows the
+    last token, None where that is not known (the walk ends there, without one more); source(n) is what node n was
+    drawn from given its elder siblings' rejection, or None if it was picked.
     """
     nodes: list[int] = []
     here = 0
     while True:
         p, right = target[here], None
+        if p is None:
+            return nodes, [tokens[node] for node in nodes]
         for node in below[here]:
             q = source(node)
             if coin(node, accept_probability(p, q, tokens[node])):
@@ -46,7 +57,7 @@ def walk(
                 break
             p = residual(p, q, tokens[node])
         if right is None:
-            return nodes, draw(len(nodes), p)
+            return nodes, [*(tokens[node] for node in nodes), draw(len(nodes), p)]
         nodes.append(right)
         here = right + 1
 
@@ -81,22 +92,28 @@ class RejectionVerifier:
     """Speculative sampling over chains and trees; siblings count as drawn without replacement."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
-        failed = broken(result, batch)
-        return Verdict([failed.get(i) or self._decide(batch, draft, result, i) for i in range(len(batch))])
+        broken, feeds = broken_rows(result), broken_feeds(result)
+        return Verdict(
+            [
+                Decision(error=numerics_error(seq)) if i in feeds else self._decide(batch, draft, result, i, broken)
+                for i, seq in enumerate(batch.seqs)
+            ]
+        )
 
-    def _decide(self, batch: Batch, draft: Draft, result: Result, i: int) -> Decision:
+    def _decide(self, batch: Batch, draft: Draft, result: Result, i: int, broken: list[bool]) -> Decision:
         seq = batch.seqs[i]
         prompt = prompt_logprobs(seq, batch, i, result)
         if not batch.complete(i):
             return Decision(prompt_logprobs=prompt)
         rows = node_rows(batch, draft, i)
         logits = result.of(i)[-len(rows) :]
-        target = list(probabilities(logits, rows).double().cpu().numpy())
+        bad = broken[result.packed.rows[i].stop - len(rows) : result.packed.rows[i].stop]
+        table = probabilities(logits, rows).double().cpu().numpy()
+        target = [None if b else row for row, b in zip(table, bad, strict=True)]
         sources = _sources(draft, i)
-        nodes, last = walk(
+        nodes, tokens = walk(
             draft.tokens[i], children(draft, i), target, sources.__getitem__, _coin(seq, draft, i), _draw(seq)
         )
-        tokens = [*(draft.tokens[i][node] for node in nodes), last]
         return decision(seq, logits, nodes, tokens, prompt)
 
 

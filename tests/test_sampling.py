@@ -1,0 +1,151 @@
+"""Parameters: refused when wrong, effective when right, and each row for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from faircopy import rng
+from faircopy.errors import RequestError
+from faircopy.sampling import Row, choose, filtered, logprobs, probabilities
+from faircopy.testing import TableModel, _plain_choice, _plain_scores
+from faircopy.types import Request, SamplingParams, Sequence
+from tests.helpers import engine_of, run
+
+BAD: list[tuple[str, object]] = [
+    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1),
+    ("top_k", -1), ("top_k", 2.5), ("min_p", -0.1), ("min_p", 2), ("seed", -1), ("seed", 1 << 63), ("seed", "x"),
+    ("max_tokens", 0), ("max_tokens", True), ("min_tokens", -1), ("stop", ""), ("stop", ["a", ""]), ("stop", [3]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("n", 0), ("logprobs", -1), ("prompt_logprobs", -1),
+    ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {1: float("nan")}), ("repetition_penalty", 0),
+    ("presence_penalty", float("inf")), ("frequency_penalty", "x"), ("bad_words", [""]), ("ignore_eos", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: repr(v))
+def test_a_wrong_parameter_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == name
+    assert name in str(caught.value)
+    assert caught.value.remedy in str(caught.value)
+
+
+def test_an_impossible_minimum_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_single_values_become_lists() -> None:
+    params = SamplingParams(stop="a", stop_token_ids=3, bad_words=None)  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (3,), ())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1  # type: ignore[misc]
+
+
+def a_row(
+    params: SamplingParams,
+    prompt: tuple[int, ...] = (1, 2),
+    output: tuple[int, ...] = (3, 3),
+    seed: int = 0,
+    path: tuple[int, ...] = (),
+    stops: frozenset[int] = frozenset(),
+) -> Row:
+    return Row(Sequence(0, Request(prompt, params, seed, bad_words=((3, 9), (8,))), [*prompt, *output], stops), path)
+
+
+def test_choices_are_those_of_the_simple_twin() -> None:
+    """Random rows under random parameters, alone and in company: the same tokens as the loop written plainly."""
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        "temperature": [0.0, 0.7, 1.5],
+        "top_p": [1.0, 0.8, 0.3],
+        "top_k": [0, 1, 7],
+        "min_p": [0.0, 0.05, 0.3],
+        "repetition_penalty": [1.0, 1.4],
+        "presence_penalty": [0.0, 0.6],
+        "frequency_penalty": [0.0, 0.4],
+        "min_tokens": [0, 9],
+    }
+    rows, expected = [], []
+    logits = torch.randn(200, 40, generator=generator) * 3
+    for n in range(200):
+        pick = {k: v[int(torch.randint(len(v), (1,), generator=generator))] for k, v in values.items()}
+        row = a_row(SamplingParams(**pick, logit_bias={5: 1.0}), seed=n, path=(4,) * (n % 3), stops=frozenset({0, 6}))
+        rows.append(row)
+        params, output = row.seq.params, [3, 3, *row.path]
+        scores = _plain_scores(logits[n], (1, 2), output, params, {0, 6}, [])
+        for word in row.seq.request.bad_words:
+            if len(word) == 1 or output[-1] == word[0]:
+                scores[word[-1]] = -torch.inf
+        expected.append(_plain_choice(scores, params, n, 2 + len(output)))
+    assert choose(logits, rows) == expected
+    assert [choose(logits[n : n + 1], rows[n : n + 1])[0] for n in range(200)] == expected
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, [7, 30]] = 4.0
+    greedy = a_row(SamplingParams())
+    assert choose(logits, [greedy, greedy]) == [0, 7]
+
+
+def test_filters_keep_what_they_should() -> None:
+    scores = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+
+    def kept(**options: float) -> list[int]:
+        row = a_row(SamplingParams(temperature=1.0, **options))  # type: ignore[arg-type]
+        return torch.isfinite(filtered(scores.clone(), [row])[0]).nonzero()[:, 0].tolist()
+
+    assert kept() == [0, 1, 2, 3]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_k=99) == [0, 1, 2, 3]
+    assert kept(top_p=0.5) == [0, 1]
+    assert kept(top_p=0.39) == [0]
+    assert kept(min_p=0.6) == [0, 1]
+    assert kept(top_k=3, top_p=0.5, min_p=0.9) == [0]
+
+
+def test_probabilities_of_a_greedy_row_are_certain() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
+    table = probabilities(
+        logits,
+        [a_row(SamplingParams(logit_bias={}), output=()), a_row(SamplingParams(temperature=2.0, top_k=2), output=())][
+            :2
+        ],
+    )
+    assert table[0].tolist() == [0.0, 1.0, 0.0]
+    assert torch.allclose(table[1], torch.softmax(torch.tensor([-torch.inf, 1.5, 0.5]), 0))
+
+
+def test_logprobs_name_the_token_first_then_the_best() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
+    (table,) = logprobs(logits, [0], 2)
+    assert list(table) == [0, 1, 2]
+    assert table[1] == pytest.approx(float(torch.log_softmax(logits, -1)[0, 1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 1.0}, {"repetition_penalty": 3.0}, {"presence_penalty": 9.0}, {"frequency_penalty": 9.0},
+     {"logit_bias": {9: 50.0}}],
+    ids=lambda c: next(iter(c)),
+)  # fmt: skip
+def test_each_parameter_changes_the_text(change: dict[str, object]) -> None:
+    model = TableModel(vocab=12)
+    before, after = (
+        run(engine_of(model), [Request((3, 4), SamplingParams(max_tokens=30, **options), 5)])[0].output  # type: ignore[arg-type]
+        for options in ({}, change)
+    )
+    assert before != after
+
+
+def test_random_bits_differ_by_seed_position_and_use() -> None:
+    keys = {rng.key(s, p, u, i) for s in range(6) for p in range(6) for u in range(3) for i in range(3)}
+    assert len(keys) == 6 * 6 * 3 * 3
+    assert all(0 <= rng.uniform(s, 1, rng.COIN) < 1 for s in range(100))
+    assert rng.sample_seed(7, 0) == 7
+    assert len({rng.sample_seed(7, i) for i in range(50)}) == 50
+    assert rng.fresh_seed() != rng.fresh_seed()
