@@ -1,0 +1,218 @@
+"""Checkpoints: what is served, what is refused by name, what is missing or corrupt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from faircopy import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModel
+from faircopy.kernels import linear
+from faircopy.model import loader
+from faircopy.model.decoder import FAMILIES, Decoder
+from faircopy.model.selftest import self_test
+from faircopy.model.universal import Universal
+from tests.helpers import CPU, load
+from tests.zoo import REFUSED, ZOO, build
+
+OPTIONS = {"dtype": "float32", "memory": "32MiB"}
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
+    """A private copy of a checkpoint, to be damaged."""
+
+    def make(name: str = "llama") -> Path:
+        return Path(shutil.copytree(checkpoint(name), tmp_path / name))
+
+    return make
+
+
+def add_tokenizer(folder: Path, words: list[str]) -> None:
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_served_exactly_is_refused_by_name(checkpoint: Callable[..., str], name: str) -> None:
+    with pytest.raises((UnsupportedModel, CheckpointError)) as caught:
+        LLM(checkpoint(name), **OPTIONS)
+    assert isinstance(caught.value, UnsupportedModel), caught.value
+    assert caught.value.remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_what_is_served_passes_its_own_test(checkpoint: Callable[..., str], name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        self_test(load(checkpoint(name), dtype), exact=True)
+
+
+def test_the_family_goes_through_our_decoder_and_others_through_the_universal_door(
+    checkpoint: Callable[..., str],
+) -> None:
+    ours = {"llama", "mistral_window", "qwen2", "qwen3", "glm", "glm4", "phi3", "granite", "smollm3"}
+    for name in ours:
+        assert isinstance(load(checkpoint(name)), Decoder), name
+        assert isinstance(load(checkpoint(name), door="universal"), Universal)
+    for name in ("gpt2", "gemma2", "qwen3_moe", "olmo2"):
+        assert isinstance(load(checkpoint(name)), Universal), name
+    assert {ZOO[name]().model_type for name in ours} <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["llama_yarn", "qwen3", "glm4", "phi3", "granite", "smollm3", "gemma", "seed_oss"])
+def test_both_doors_lead_to_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
+    texts = []
+    for door in ("decoder", "universal"):
+        llm = LLM(load(checkpoint(name), door=door), draft="ngram", memory="32MiB")
+        texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=20))])
+    assert texts[0] == texts[1]
+
+
+def test_a_model_whose_rows_depend_on_each_other_is_refused_unless_asked_for(
+    checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fickle(weight: torch.Tensor, bias: torch.Tensor | None = None, exact: bool = True) -> linear.Product:
+        return lambda x: torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
+
+    monkeypatch.setattr("faircopy.model.decoder.product", fickle)
+    with pytest.raises(UnsupportedModel, match=r"differ in bits.*exact=False"):
+        LLM(checkpoint("llama"), **OPTIONS)
+    out = LLM(checkpoint("llama"), exact=False, **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=3))
+    assert len(out[0].token_ids) == 3
+
+
+def test_without_the_promise_everything_else_still_works(checkpoint: Callable[..., str]) -> None:
+    for name in ("llama", "gemma2", "qwen3_moe"):
+        llm = LLM(checkpoint(name), draft=checkpoint(name, 1), exact=False, **OPTIONS)
+        out = llm.generate([[1, 2, 3], [4] * 40], SamplingParams(max_tokens=12))
+        assert [len(a.token_ids) for a in out] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"), [("./nowhere", "no such folder"), ("/a/b/c", "no such folder"), ("a/b/c/d", "no such folder")]
+)
+def test_a_missing_folder_is_named(path: str, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        LLM(path)
+    assert path in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **kwargs: object) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(CheckpointError, match="neither a folder nor to be had from the hub"):
+        LLM("someone/some-model")
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_corrupt_file_is_named(copy: Callable[..., Path], name: str) -> None:
+    folder = copy(name)
+    (folder / "model.safetensors").write_bytes(b"nonsense" * 20)
+    with pytest.raises(CheckpointError, match="fetch the checkpoint again"):
+        LLM(str(folder), **OPTIONS)
+
+
+@pytest.mark.parametrize(("name", "lost"), [("llama", "layers.1.mlp.up_proj.weight"), ("gpt2", "h.1.mlp.c_fc.weight")])
+def test_a_missing_tensor_is_named(copy: Callable[..., Path], name: str, lost: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = copy(name)
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(key for key in tensors if key.endswith(lost))
+    del tensors[lost]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        LLM(str(folder), **OPTIONS)
+    assert lost.split(".")[-2] in str(caught.value)
+
+
+def test_a_shard_that_is_missing_is_named(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    whole = LLM(str(tmp_path), **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=4))[0].token_ids
+    assert whole == LLM(checkpoint("llama"), **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=4))[0].token_ids
+    shards[-1].unlink()
+    with pytest.raises(CheckpointError, match=shards[-1].name):
+        LLM(str(tmp_path), **OPTIONS)
+
+
+def test_a_draft_with_other_words_is_refused_with_the_first_difference(
+    copy: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = copy()
+    draft = Path(shutil.copytree(target, tmp_path / "draft"))
+    words = [f"w{i}" for i in range(128)]
+    add_tokenizer(target, words)
+    add_tokenizer(draft, [*words[:77], "other", *words[78:]])
+    with pytest.raises(ConfigError, match="token 77 is 'w77' for the target and 'other' for the draft"):
+        LLM(str(target), draft=str(draft), **OPTIONS)
+    add_tokenizer(draft, words)
+    assert LLM(str(target), draft=str(draft), **OPTIONS).generate("w5 w6", SamplingParams(max_tokens=4))[0].text
+
+
+def test_heads_padded_to_different_sizes_go_together(tmp_path: Path) -> None:
+    folders = []
+    for name, size in (("target", 128), ("draft", 160)):
+        from transformers import AutoModelForCausalLM
+
+        config = ZOO["llama"]()
+        config.vocab_size = size
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        add_tokenizer(tmp_path / name, [f"w{i}" for i in range(120)])
+        folders.append(str(tmp_path / name))
+    for target, draft in (folders, folders[::-1]):
+        plain = LLM(target, **OPTIONS).generate([[1, 2, 3]], SamplingParams(max_tokens=10))[0].token_ids
+        out = LLM(target, draft=draft, **OPTIONS).generate([[1, 2, 3]], SamplingParams(max_tokens=10))[0]
+        assert out.token_ids == plain
+        assert out.drafted > 0
+
+
+def test_vocabularies_without_tokenizers_must_at_least_agree_in_size(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = ZOO["llama"]()
+    config.vocab_size = 96
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="vocabularies of 128 and 96"):
+        LLM(checkpoint("llama"), draft=str(tmp_path), **OPTIONS)
+
+
+def test_bfloat16_runs_in_float32_where_it_would_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for native in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert loader.native_dtype(torch.bfloat16, CPU) == (torch.bfloat16 if native else torch.float32)
+        assert loader.native_dtype(torch.float16, CPU) == torch.float32
+        assert loader.native_dtype(torch.float32, CPU) == torch.float32
+
+
+def test_the_user_may_ask_for_bfloat16(checkpoint: Callable[..., str]) -> None:
+    assert LLM(checkpoint("llama"), dtype="bfloat16", memory="32MiB").model.dtype == torch.bfloat16
+
+
+def test_every_end_token_of_the_generation_config_counts(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    free = LLM(str(folder), **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=12))[0].token_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[7], free[4]]}))
+    out = LLM(str(folder), **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=12))[0]
+    first = min(free.index(free[4]), free.index(free[7]))
+    assert (out.token_ids, out.finish_reason) == (free[: first + 1], "stop")
+    assert LLM(str(folder), **OPTIONS).generate([[1, 2, free[4], 3]], SamplingParams(max_tokens=3))[0].token_ids
