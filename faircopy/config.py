@@ -44,6 +44,9 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
+        for name in ("exact", "prefix_reuse"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
 
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.dtype)
@@ -83,7 +86,7 @@ def parse_bytes(value: int | str) -> int:
     unit = text[len(number) :].strip()
     try:
         amount = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         amount = 0
     if isinstance(value, bool) or amount <= 0:
         raise ConfigError("memory", value, "not a positive amount of memory", "pass bytes, or a text such as '2GiB'")
@@ -117,7 +120,7 @@ _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup
 def from_speculative(config: dict[str, Any]) -> tuple[Any, dict[str, int]]:
     """Our draft and options from a vLLM speculative_config."""
     refuse_unknown("speculative_config", config, _SPECULATIVE_KEYS)
-    method = config.get("method") or ("draft_model" if "model" in config else "ngram")
+    method = config.get("method") or ("ngram" if config.get("model", "[ngram]") == "[ngram]" else "draft_model")
     if method not in _SPECULATIVE_METHODS:
         known = ", ".join(sorted(_SPECULATIVE_METHODS))
         raise ConfigError("speculative_config.method", method, "unknown", f"use one of {known}")

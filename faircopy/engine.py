@@ -15,7 +15,7 @@ from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.plan.length import FixedLength
 from faircopy.scheduler import Scheduler, Wish
-from faircopy.types import Draft, Output, Request, Sequence, Verdict
+from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
 from faircopy.verify.rejection import RejectionVerifier
@@ -71,16 +71,24 @@ class Engine:
         self._forget_departed()
         if not batch.seqs:
             return []
+        try:
+            return self._run(batch)
+        except BaseException:  # an interrupt too: nothing was appended, so nothing may count as cached
+            self.scheduler.retreat(batch)
+            raise
+        finally:
+            self._forget_departed()
+
+    def _run(self, batch: Batch) -> list[Output]:
         draft = self.drafter.propose(batch)  # may be empty, may be wrong
-        draft.check(batch, self.target.model.vocab)
+        check_draft(draft, batch, self.target.model.vocab)
         result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes
         verdict = self.verifier.judge(batch, draft, result)  # the step's only look at device results
-        verdict = self.target.layout.commit(batch, draft, verdict)  # may keep fewer, never more
+        verdict = self.target.layout.commit(batch, verdict)  # may keep fewer, never more
         self.target.layout.publish(batch, verdict)  # full pages may now be shared
         self.drafter.observe(batch, draft, result, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
-        self._forget_departed()
-        self._record(draft, result, verdict, outputs)
+        self._record(draft, result, outputs)
         return outputs
 
     def _forget_departed(self) -> None:
@@ -88,7 +96,7 @@ class Engine:
             self.drafter.forget(seq)
             self.target.layout.forget(seq)
 
-    def _record(self, draft: Draft, result: Result, verdict: Verdict, outputs: list[Output]) -> None:
+    def _record(self, draft: Draft, result: Result, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()
         meter.steps += 1
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
@@ -96,7 +104,7 @@ class Engine:
         meter.rows_moved = self.target.layout.moved
         meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
         meter.drafted += sum(map(len, draft.tokens))
-        meter.accepted += sum(len(decision.nodes) for decision in verdict.decisions)
+        meter.accepted += sum(output.accepted for output in outputs)
         meter.emitted += sum(len(output.tokens) for output in outputs)
         meter.preemptions = self.scheduler.preemptions
 
@@ -115,8 +123,8 @@ def check_request(request: Request, model: Model, tables: Tables) -> None:
         for token in tokens:
             if not 0 <= token < model.vocab:
                 raise RequestError(name, token, f"not a token id below {model.vocab}", "use the model's own tokenizer")
-    if request.k is not None and request.k < 0:
-        raise RequestError("k", request.k, "negative", "use 0 to decode without drafting")
+    if request.k is not None and (not isinstance(request.k, int) or isinstance(request.k, bool) or request.k < 0):
+        raise RequestError("k", request.k, "not a whole number of at least 0", "use 0 to decode without drafting")
     limit = model.context if params.max_tokens is None else min(model.context, length + params.max_tokens)
     if not tables.fits(limit):
         have = tables.pool.pages * tables.page
@@ -147,7 +155,8 @@ def build_engine(
     if draft is not None:
         drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
-    return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), eos)
+    ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
+    return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
 
 
 def page_count(models: list[Model], config: EngineConfig) -> int:

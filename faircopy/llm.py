@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +17,7 @@ from faircopy import rng
 from faircopy.config import EngineConfig, from_speculative, refuse_unknown
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine, build_engine, check_request
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_model, load_tokenizer, same_words
@@ -89,8 +92,8 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Model,
-        draft: str | Model | Drafter | None = None,
+        target: str | os.PathLike[str] | Model,
+        draft: str | os.PathLike[str] | Model | Drafter | None = None,
         k: int = 4,
         *,
         speculative_config: dict[str, Any] | None = None,
@@ -107,7 +110,8 @@ class LLM:
             k = more.pop("k", k)
             options = more | options
         self.config = EngineConfig(k=k, **options)
-        self.model = self._load(target)
+        target = os.fspath(target) if isinstance(target, os.PathLike) else target
+        self.model = self._load("target", target)
         self.tokenizer = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
         eos = load_eos(target) if isinstance(target, str) else frozenset(getattr(target, "eos", ()))
         drafter, model = self._draft(draft)
@@ -132,7 +136,7 @@ class LLM:
         asked = _as_prompts(prompts)
         each = _per_prompt("params", params if params is not None else SamplingParams(), len(asked))
         ks = _per_prompt("k", k, len(asked))
-        jobs = [_Job.start(self, prompt, p, own) for prompt, p, own in zip(asked, each, ks, strict=True)]
+        jobs = [_Job(prompt, p, own) for prompt, p, own in zip(asked, each, ks, strict=True)]
         self._run(jobs, progress)
         answers = [job.answer(self) for job in jobs]
         failures = [(i, answer.error) for i, answer in enumerate(answers) if answer.error is not None]
@@ -147,8 +151,9 @@ class LLM:
             raise RequestError("n", params.n, "a stream has one text", "use n=1, or generate()")
         if self.tokenizer is None:
             raise RequestError("prompt", prompt, "there is no tokenizer to make text", "pass tokenizer= to LLM")
-        seq = self.engine.add(self._request(prompt, params, k, 0, streamed=True))
-        return self._stream(seq)
+        request = self._request(prompt, params, k, streamed=True)
+        check_request(request, self.model, self.engine.tables)  # now, not when the first piece is asked for
+        return self._stream(request)
 
     def chat(
         self,
@@ -159,17 +164,12 @@ class LLM:
         """Answers to one conversation or several, through the model's chat template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
-        several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(list(m), add_generation_prompt=True, tokenize=True, return_dict=False)
-            for m in several
-        ]
-        return self.generate(prompts, params, **options)
+        return self.generate([self._chat_prompt(m) for m in _as_conversations(messages)], params, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids pass through."""
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return _as_ids(prompt)
         if self.tokenizer is None:
             raise RequestError("prompt", prompt, "there is no tokenizer for text", "pass token ids, or tokenizer=")
         return list(self.tokenizer.encode(prompt))
@@ -181,43 +181,43 @@ class LLM:
         """Totals since this LLM was made."""
         return self.engine.meter.snapshot()
 
-    def _load(self, model: str | Model) -> Model:
+    def _load(self, name: str, model: Any) -> Model:
         config = self.config
         if isinstance(model, str):
             model = load_model(model, config.torch_dtype(), config.torch_device(), config.exact)
             self_test(model, config.exact)
-        return model
+        if not hasattr(model, "forward") or not hasattr(model, "layers"):
+            raise ConfigError(name, model, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
+        return model  # type: ignore[no-any-return]
 
-    def _draft(self, draft: str | Model | Drafter | None) -> tuple[Drafter | None, Model | None]:
+    def _draft(self, draft: str | os.PathLike[str] | Model | Drafter | None) -> tuple[Drafter | None, Model | None]:
         """The drafter, or the model to draft with."""
+        draft = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
         if draft is None or isinstance(draft, Drafter):
             return draft, None
         if draft == "ngram":
             return NgramDrafter(self.config.lookup_min, self.config.lookup_max), None
-        model = self._load(draft)
+        model = self._load("draft", draft)
         theirs = load_tokenizer(draft) if isinstance(draft, str) else self.tokenizer
         difference = same_words(self.tokenizer, theirs, (self.model.vocab, model.vocab))
         if difference:
             raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
         return None, model
 
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        k: int | None,
-        sample: int,
-        *,
-        seed: int | None = None,
-        streamed: bool = False,
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, k: int | None, streamed: bool = False) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", params, "not SamplingParams", "pass SamplingParams(...)")
         ids = self.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", params.stop, "there is no tokenizer for text", "use stop_token_ids")
         text = IncrementalText(self.decode, ids, params.stop) if params.stop or streamed else None
-        seed = params.seed if seed is None else seed
-        seed = rng.fresh_seed() if seed is None else seed
-        return Request(tuple(ids), params, rng.sample_seed(seed, sample), k, text, self._bad_words(params))
+        seed = rng.fresh_seed() if params.seed is None else params.seed
+        return Request(tuple(ids), params, seed, k, text, self._bad_words(params))
+
+    def _sample(self, first: Request, index: int) -> Request:
+        """The same request once more, with the seed of its index-th sample and a text of its own."""
+        text = None if first.text is None else IncrementalText(self.decode, first.prompt, first.params.stop)
+        return replace(first, seed=rng.sample_seed(first.seed, index), text=text)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as tokens, at the start of a text and after a space."""
@@ -235,8 +235,10 @@ class LLM:
     def _run(self, jobs: list[_Job], progress: bool | None) -> None:
         """Step until every job is done; an interruption aborts what is not."""
         show = sys.stderr.isatty() if progress is None else progress
-        live = [seq for job in jobs for seq in job.seqs]
+        live: list[Sequence] = []
         try:
+            for job in jobs:
+                job.start(self, live)
             with tqdm(total=len(live), disable=not show, unit="req", dynamic_ncols=True) as bar:
                 while any(seq.finished is None for seq in live):
                     outputs = self.engine.step()
@@ -246,13 +248,16 @@ class LLM:
             for seq in live:
                 self.engine.abort(seq)
 
-    def _stream(self, seq: Sequence) -> Iterator[str]:
-        text = seq.request.text
+    def _stream(self, request: Request) -> Iterator[str]:
+        text, seq = request.text, self.engine.add(request)
         assert isinstance(text, IncrementalText)
         try:
-            while seq.finished is None:
-                self.engine.step()
-                if seq.finished is not None:
+            ended = False
+            while not ended:
+                if seq.finished is None:  # somebody else's step may have finished it
+                    self.engine.step()
+                ended = seq.finished is not None
+                if ended:
                     text.finish()
                 piece = text.release()
                 if piece:
@@ -262,6 +267,16 @@ class LLM:
         finally:
             self.engine.abort(seq)
 
+    def _chat_prompt(self, messages: list[Message]) -> list[int]:
+        try:
+            return list(
+                self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+        except Exception as error:  # templates are programs and raise what they like
+            raise RequestError("messages", messages, f"the chat template fails ({error})", "check roles") from error
+
 
 @dataclass(slots=True)
 class _Job:
@@ -269,21 +284,20 @@ class _Job:
 
     prompt: Prompt
     params: SamplingParams
+    k: int | None
     seqs: list[Sequence] = field(default_factory=list)
     error: FaircopyError | None = None
 
-    @classmethod
-    def start(cls, llm: LLM, prompt: Prompt, params: SamplingParams, k: int | None) -> _Job:
-        job = cls(prompt, params)
-        seed = rng.fresh_seed() if params.seed is None else params.seed
+    def start(self, llm: LLM, live: list[Sequence]) -> None:
+        """Queue its samples, all or none, and add them to the live ones."""
         try:
-            for sample in range(params.n):
-                job.seqs.append(llm.engine.add(llm._request(prompt, params, k, sample, seed=seed)))
+            first = llm._request(self.prompt, self.params, self.k)
+            samples = [first, *(llm._sample(first, n) for n in range(1, self.params.n))]
+            for request in samples:
+                self.seqs.append(llm.engine.add(request))
+                live.append(self.seqs[-1])
         except RequestError as error:
-            job.error = error
-            for seq in job.seqs:
-                llm.engine.abort(seq)
-        return job
+            self.error = error
 
     def answer(self, llm: LLM) -> Answer:
         if self.error is not None:
@@ -319,11 +333,36 @@ def _text(llm: LLM, seq: Sequence) -> str:
     return text.finish()
 
 
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """A list of prompts; one text or one list of ids stands for itself."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts; one text or one list of ids stands for itself. Arrays and tensors are lists."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Seq):
+        raise RequestError("prompts", prompts, "neither text nor token ids", "pass a string, or a list of either")
+    return [prompts] if len(prompts) and isinstance(prompts[0], Integral) else list(prompts)
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(
+            "prompt", prompt, "neither text nor token ids", "pass a string or a list of whole numbers"
+        ) from None
+
+
+def _as_conversations(messages: Any) -> list[list[Message]]:
+    """Several conversations; one stands for itself."""
+    if not isinstance(messages, Seq) or isinstance(messages, str) or not len(messages):
+        raise RequestError("messages", messages, "not a conversation", "pass [{'role': ..., 'content': ...}, ...]")
+    several = [messages] if isinstance(messages[0], dict) else messages
+    for conversation in several:
+        for message in conversation:
+            if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+                raise RequestError("messages", message, "not a message", "give each a 'role' and a 'content'")
+    return [list(conversation) for conversation in several]
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -39,7 +39,7 @@ class Row:
 
 def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
     """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
-    if all(row.seq.params.greedy and not row.seq.params.adjusts for row in rows):
+    if all(row.seq.params.greedy and not row.seq.adjusts for row in rows):
         return logits.argmax(-1).tolist()
     scores = adjusted(logits, rows)
     chosen = scores.argmax(-1)
@@ -77,7 +77,7 @@ def adjusted(logits: Tensor, rows: Seq[Row]) -> Tensor:
     """A float32 copy with bias, penalties, bad words and the minimum length applied."""
     scores = logits.to(torch.float32, copy=True)
     for i, row in enumerate(rows):
-        if row.seq.params.adjusts:
+        if row.seq.adjusts:
             _adjust(scores[i], row)
     return scores
 
@@ -131,7 +131,7 @@ def _keep(scores: Tensor, params: SamplingParams) -> None:
     if params.top_p < 1.0:
         ordered, ids = scores.sort(descending=True, stable=True)
         before = torch.softmax(ordered, -1).cumsum(-1).roll(1)
-        before[0] = 0.0
+        before[0] = -1.0
         scores[ids[before >= params.top_p]] = -torch.inf
     if params.min_p > 0.0:
         probs = torch.softmax(scores, -1)

@@ -73,6 +73,12 @@ class Scheduler:
                 outputs.append(self._extend(seq, len(nodes), decision))
         return outputs
 
+    def retreat(self, batch: Batch) -> None:
+        """A step broke off: its sequences give up their pages and come back as if preempted."""
+        for seq in batch.seqs:
+            if seq in self._running:
+                self._preempt(seq)
+
     def departed(self) -> list[Sequence]:
         """Who finished or was preempted since the last call."""
         departed, self._departed = self._departed, []
@@ -129,8 +135,9 @@ class Scheduler:
             reason = self._stop_reason(seq, token)
             if reason:
                 break
+        accepted = min(len(new), len(decision.nodes))
         seq.drafted += drafted
-        seq.accepted += min(len(new), len(decision.nodes))
+        seq.accepted += accepted
         seq.steps += 1
         seq.logprobs += decision.logprobs[: len(new)]
         if reason is None and decision.error is not None:
@@ -139,7 +146,7 @@ class Scheduler:
             self._finish(seq, reason)
         else:
             self._ledger.trim(seq, len(seq.tokens))
-        return Output(seq, new, reason)
+        return Output(seq, new, accepted, reason)
 
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Why plain decoding would stop after this token, if it would."""

@@ -60,11 +60,6 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def adjusts(self) -> bool:
-        """Whether the logits are changed before a token is chosen, temperature and filters aside."""
-        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.penalises)
-
-    @property
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -90,10 +85,15 @@ def _as_bias(value: Any) -> dict[int, float]:
 
 def _number(low: float, high: float = math.inf, open_low: bool = False) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return good and (low < value if open_low else low <= value) and value <= high
+        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300 or value != value:
+            return False
+        return (low < value if open_low else low <= value) and value <= high
 
     return check
+
+
+def _temperature(value: Any) -> bool:
+    return _number(0.0, 1e4)(value) and (value == 0 or value >= 1e-4)
 
 
 def _integer(low: int, optional: bool = False) -> Callable[[Any], bool]:
@@ -118,7 +118,7 @@ def _seed(value: Any) -> bool:
 
 
 _RULES: list[tuple[str, Callable[[Any], bool], str, str]] = [
-    ("temperature", _number(0.0), "not a number of at least 0", "use 0 for greedy decoding"),
+    ("temperature", _temperature, "neither 0 nor in [0.0001, 10000]", "use 0 for greedy decoding"),
     ("top_p", _number(0.0, 1.0, open_low=True), "not in (0, 1]", "use 1 to switch it off"),
     ("top_k", _integer(0), "not a whole number of at least 0", "use 0 to switch it off"),
     ("min_p", _number(0.0, 1.0), "not in [0, 1]", "use 0 to switch it off"),
@@ -135,7 +135,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("frequency_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
     ("bad_words", _each(_text), "holds something that is not a non-empty string", "pass a list of strings"),
     ("ignore_eos", lambda v: isinstance(v, bool), "not true or false", "pass a bool"),
-    ("logit_bias", lambda v: not any(map(math.isnan, v.values())), "holds NaN", "pass finite numbers"),
+    ("logit_bias", lambda v: all(map(math.isfinite, v.values())), "not finite", "use -100 to ban, 100 to force"),
 ]
 
 
@@ -189,6 +189,12 @@ class Sequence:
         return self.request.seed
 
     @property
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before a token is chosen, temperature and filters aside."""
+        params = self.params
+        return bool(params.logit_bias or params.min_tokens or params.penalises or self.request.bad_words)
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
@@ -237,17 +243,26 @@ class Draft:
             node = self.parents[i][node]
         return path[::-1]
 
-    def check(self, batch: Batch, vocab: int) -> None:
-        """Refuse what is not a draft for this batch: drafters may be anybody's."""
-        for i, (tokens, parents) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            room = batch.room[i] if batch.complete(i) else 0
-            if len(tokens) > room:
-                raise DraftError("draft", tokens, f"{len(tokens)} nodes where {room} have room", "propose fewer")
-            if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
-                raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
-            for token in tokens:
-                if not 0 <= token < vocab:
-                    raise DraftError("draft", token, f"not a token id below {vocab}", "propose the target's tokens")
+
+def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
+    """Refuse what is not a draft for this batch: drafters may be anybody's."""
+    if not isinstance(draft, Draft):
+        raise DraftError("draft", draft, "not a Draft", "return Draft(...), Draft.chains(...) or Draft.empty(...)")
+    for name in ("tokens", "parents", "sources"):
+        trees = getattr(draft, name)
+        if trees is not None and len(trees) != len(batch):
+            raise DraftError(name, f"{len(trees)} trees", f"for {len(batch)} sequences", "one per sequence, some empty")
+    for i, (tokens, parents) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        room = batch.room[i] if batch.complete(i) else 0
+        if len(tokens) > room:
+            raise DraftError("draft", tokens, f"{len(tokens)} nodes where {room} have room", "propose fewer")
+        if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
+            raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
+        if draft.sources is not None and len(draft.sources[i]) != len(tokens):
+            raise DraftError("sources", f"{len(draft.sources[i])} rows", f"for {len(tokens)} nodes", "one per node")
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                raise DraftError("draft", token, f"not a token id below {vocab}", "propose the target's tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +292,5 @@ class Output:
 
     seq: Sequence
     tokens: list[int]
+    accepted: int  # of these, how many a draft had right
     finished: FinishReason | None

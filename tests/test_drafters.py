@@ -133,6 +133,11 @@ class Fixed(NoDrafter):
         (Draft([[1, 2]], [[-1]]), "must come before"),
         (Draft([[64]], [[-1]]), "not a token id below 64"),
         (Draft([[-1]], [[-1]]), "not a token id below 64"),
+        (Draft([[1.5]], [[-1]]), "not a token id below 64"),  # type: ignore[list-item]
+        (Draft([], []), "0 trees"),
+        (Draft([[1]], []), "0 trees"),
+        (Draft([[1]], [[-1]], [[]]), "0 rows"),
+        (None, "not a Draft"),
     ],
 )
 def test_what_is_not_a_draft_is_refused(draft: Draft, problem: str) -> None:

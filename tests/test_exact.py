@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.layout.paged import PagedLayout
@@ -155,6 +157,17 @@ def test_verified_rows_have_the_bits_of_rows_decoded_alone(
     model = load(checkpoint(name), dtype)
     different, rows = compare_rows(model, lengths=(3, 31, 62), widths=(5, 11))
     assert (different, rows) == (0, 54)
+
+
+def test_wide_layers_keep_their_bits(tmp_path: Path) -> None:
+    """Inner dimensions beyond 1024, where one row alone would be summed in another order."""
+    config = ZOO["llama"]()
+    config.update({"hidden_size": 1152, "intermediate_size": 1600, "num_hidden_layers": 1, "head_dim": 64,
+                   "num_attention_heads": 18, "num_key_value_heads": 6, "hidden_act": "gelu"})  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert compare_rows(load(str(tmp_path), dtype), (31,), (5, 11))[0] == 0
 
 
 def test_a_prompt_fed_token_by_token_has_the_bits_of_a_prompt_fed_at_once(checkpoint: Callable[..., str]) -> None:

@@ -41,8 +41,25 @@ def test_the_way_that_cannot_fail_is_a_product_too(monkeypatch: pytest.MonkeyPat
     weight, x = torch.randn(30, 20), torch.randn(19, 20)
     run = linear.product(weight)
     assert torch.allclose(run(x), x @ weight.t(), atol=1e-5)
-    for m in (1, 7, 8, 9):
+    for m in (0, 1, 7, 8, 9):
         assert torch.equal(run(x[:m]), run(x)[:m])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("inner", [1024, 1100, 1536, 4096])
+def test_a_wide_products_row_alone_has_the_bits_it_has_in_company(inner: int, dtype: torch.dtype, threads: int) -> None:
+    """Hundreds of rows one by one: in 16 bits a change of order shows in few of them."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(2)
+    weight, x = (
+        torch.randn(192, inner, generator=generator).to(dtype),
+        torch.randn(300, inner, generator=generator).to(dtype),
+    )
+    run = linear.product(weight)
+    whole = run(x)
+    assert all(torch.equal(run(x[n : n + 1]), whole[n : n + 1]) for n in range(300))
+    assert all(torch.equal(run(x[n : n + 3]), whole[n : n + 3]) for n in range(0, 297, 5))
 
 
 def test_a_product_that_varies_with_its_rows_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +78,11 @@ def test_a_product_that_varies_with_its_rows_is_not_used(monkeypatch: pytest.Mon
 
         return run
 
-    assert linear._least_rows(fickle(0), weight) == 1
-    assert linear._least_rows(fickle(2), weight) == 2
-    assert linear._least_rows(fickle(4), weight) == 4
-    assert linear._least_rows(fickle(30), weight) is None
+    x = torch.randn(301, 1024)
+    assert linear._least_rows(fickle(0), x) == 1
+    assert linear._least_rows(fickle(2), x) == 2
+    assert linear._least_rows(fickle(4), x) == 4
+    assert linear._least_rows(fickle(30), x) is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -88,8 +106,10 @@ def test_an_activations_rows_do_not_know_where_they_lie(ours, theirs, dtype: tor
         assert torch.allclose(
             whole.float(), theirs(x.float()), atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=1e-2
         )
+        wide = torch.cat([x, x], -1)[:, :width]  # the same numbers, strided as the half of a fused product
         for m in COMPANIES:
             assert torch.equal(ours(x[1 : m + 1].clone()), whole[1 : m + 1])
+            assert torch.equal(ours(wide[1 : m + 1]), whole[1 : m + 1])
 
 
 def test_norm_and_rope() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,8 +129,66 @@ def test_streams_may_be_interleaved_and_left_early() -> None:
         texts = [texts[0] + a, texts[1] + b]
     left.close()
     texts = [t + "".join(rest) for t, rest in zip(texts, both, strict=True)]
-    assert llm.generate("first", params)[0].text.startswith(texts[0][:20])
+    assert texts[0].startswith(llm.generate("first", params)[0].text[:20])
     assert llm.engine.tables.held() == 0
+
+
+def test_a_stream_that_others_finished_still_has_its_text() -> None:
+    llm = an_llm(a_draft())
+    params = SamplingParams(max_tokens=30)
+    alone = [llm.generate(p, params)[0].text for p in ("hello", "world")]
+    first, second = llm.stream("hello", params), llm.stream("world", params)
+    begun = next(first), next(second)
+    llm.generate("something long", SamplingParams(max_tokens=60))
+    assert [begun[0] + "".join(first), begun[1] + "".join(second)] == alone
+
+
+def test_a_stream_nobody_reads_costs_nothing() -> None:
+    llm = an_llm()
+    llm.stream("never read")
+    assert not llm.engine.busy
+    with pytest.raises(RequestError):
+        llm.stream("")
+
+
+@pytest.mark.parametrize("where", ["propose", "observe"])
+def test_a_step_that_breaks_off_leaves_the_others_as_they_were(where: str) -> None:
+    """A drafter that raises once: its caller sees the error, everybody else's text is unchanged."""
+    llm = an_llm(SpyDrafter(NgramDrafter()))
+    params = SamplingParams(max_tokens=30)
+    alone = llm.generate("other", params)[0].text
+    drafter, calls = llm.engine.drafter, 0
+    method = getattr(drafter, where)
+
+    def failing(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("boom")
+        return method(*args)
+
+    setattr(drafter, where, failing)
+    other = llm.stream("other", params)
+    text = next(other)
+    with pytest.raises(RuntimeError, match="boom"):
+        llm.generate("mine", params)
+    assert text + "".join(other) == alone
+    assert llm.engine.tables.held() == 0
+    llm.engine.tables.check()
+
+
+def test_end_tokens_there_are_none_of_do_no_harm() -> None:
+    model = TableModel(vocab=256, seed=3, eos=(5000, 0))
+    llm = LLM(model, tokenizer=ByteTokenizer())
+    assert llm.engine.eos == {0}
+    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=5, min_tokens=4), SamplingParams(max_tokens=5)])
+    assert [len(o.token_ids) for o in outs] == [5, 5]
+
+
+def test_totals_count_what_was_kept() -> None:
+    llm = an_llm(TableModel(vocab=256, seed=3), k=8)
+    out = llm.generate("x", SamplingParams(max_tokens=3))[0]
+    assert llm.metrics()["accepted"] == out.accepted <= 3
 
 
 def test_n_samples_share_a_prompt_and_differ() -> None:
@@ -236,7 +295,9 @@ def test_one_bad_request_harms_no_other() -> None:
         ([3, -1], {}, None, "prompt = -1: not a token id below 256"),
         ("a", {"logit_bias": {300: 1}}, None, "logit_bias = 300"),
         ("a", {"stop_token_ids": [256]}, None, "stop_token_ids = 256"),
-        ("a", {}, -2, "k = -2: negative"),
+        ("a", {}, -2, "k = -2: not a whole number"),
+        ("a", {}, 1.5, "k = 1.5: not a whole number"),
+        ([1.5], {}, None, "neither text nor token ids"),
     ],
 )
 def test_a_request_that_cannot_be_served_says_why(
@@ -245,6 +306,35 @@ def test_a_request_that_cannot_be_served_says_why(
     with pytest.raises(RequestError) as caught:
         an_llm().generate(prompt, SamplingParams(**params), k=k)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, [None], [["a"]], [[1.7, 2.2]], [5.0]], ids=repr)
+def test_what_is_no_prompt_is_refused_and_nothing_stays_behind(prompts: object) -> None:
+    llm = an_llm()
+    with pytest.raises(RequestError, match="neither text nor token ids"):
+        llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(BatchError):
+        llm.generate(["fine", prompts], SamplingParams(max_tokens=3))  # type: ignore[list-item]
+    assert not llm.engine.busy
+    with pytest.raises(RequestError, match="not SamplingParams"):
+        llm.generate("a", {"temperature": 1})  # type: ignore[arg-type]
+
+
+def test_arrays_and_paths_are_welcome(checkpoint: Callable[..., str]) -> None:
+    llm = LLM(Path(checkpoint("llama")), draft=Path(checkpoint("llama")), dtype="float32", memory="32MiB")
+    params = SamplingParams(max_tokens=4)
+    ids = [a.token_ids for a in llm.generate([[1, 2], [3, 4]], params)]
+    assert [a.token_ids for a in llm.generate(torch.tensor([[1, 2], [3, 4]]), params)] == ids  # type: ignore[arg-type]
+    assert [a.token_ids for a in llm.generate(np.array([[1, 2], [3, 4]]), params)] == ids  # type: ignore[arg-type]
+    for target, draft in ((None, None), (7, None), (checkpoint("llama"), 5)):
+        with pytest.raises(ConfigError, match="neither a folder, a hub id nor a model"):
+            LLM(target, draft, dtype="float32", memory="32MiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", [None, "hi", [], [{"role": "user"}], [["x"]]], ids=repr)
+def test_what_is_no_conversation_is_refused(messages: object) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        an_llm().chat(messages)  # type: ignore[arg-type]
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_others_run() -> None:

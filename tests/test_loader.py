@@ -17,6 +17,7 @@ from faircopy import LLM, CheckpointError, ConfigError, SamplingParams, Unsuppor
 from faircopy.kernels import linear
 from faircopy.model import loader
 from faircopy.model.decoder import FAMILIES, Decoder
+from faircopy.model.invariant import RowInvariant
 from faircopy.model.selftest import self_test
 from faircopy.model.universal import Universal
 from tests.helpers import CPU, load
@@ -138,6 +139,65 @@ def test_a_missing_tensor_is_named(copy: Callable[..., Path], name: str, lost: s
     with pytest.raises(CheckpointError) as caught:
         LLM(str(folder), **OPTIONS)
     assert lost.split(".")[-2] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("llama", "lm_head.weight"), ("qwen3", "layers.0.self_attn.q_norm.weight"), ("qwen2", "k_proj.bias"),
+     ("glm4", "post_mlp_layernorm.weight")],
+)  # fmt: skip
+def test_a_missing_tensor_that_others_do_without_is_missed(copy: Callable[..., Path], name: str, lost: str) -> None:
+    damage(copy(name), lost, lambda tensor: None)
+
+
+@pytest.mark.parametrize("lost", ["embed_tokens.weight", "down_proj.weight", "q_proj.weight", "lm_head.weight"])
+def test_a_tensor_of_another_shape_is_named(copy: Callable[..., Path], lost: str) -> None:
+    damage(copy(), lost, lambda tensor: tensor[:-8].clone())
+
+
+def damage(folder: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Lose or change one tensor of a checkpoint; loading it must name that tensor."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    key = next(k for k in tensors if k.endswith(name))
+    changed = how(tensors.pop(key))
+    save_file(tensors | ({} if changed is None else {key: changed}), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        LLM(str(folder), **OPTIONS)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "model.safetensors.index.json", "config.json"])
+def test_a_file_that_is_not_json_is_named(copy: Callable[..., Path], file: str) -> None:
+    folder = copy()
+    (folder / file).write_text("{not json")
+    with pytest.raises(CheckpointError, match=r"fetch the checkpoint again|complete checkpoint folder"):
+        LLM(str(folder), **OPTIONS)
+
+
+def test_a_wrong_value_in_the_configuration_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "x"}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(str(folder), **OPTIONS)
+
+
+def test_float16_is_served_in_chunks_too(checkpoint: Callable[..., str]) -> None:
+    for name in ("llama", "gpt2"):
+        llm = LLM(checkpoint(name), dtype="float16", memory="32MiB", chunk=8)
+        whole = LLM(checkpoint(name), dtype="float16", memory="32MiB")
+        params = SamplingParams(max_tokens=6)
+        assert llm.generate([[5] * 30], params)[0].token_ids == whole.generate([[5] * 30], params)[0].token_ids
+
+
+def test_one_weight_used_both_ways_has_two_products() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(3, 8)
+    with torch.no_grad(), RowInvariant():
+        there, back = torch.nn.functional.linear(x, weight), x @ weight
+    assert torch.allclose(there, x @ weight.t(), atol=1e-5)
+    assert torch.allclose(back, x @ weight, atol=1e-5)
 
 
 def test_a_shard_that_is_missing_is_named(checkpoint: Callable[..., str], tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of, run
 
 BAD: list[tuple[str, object]] = [
-    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1),
+    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"),
+    ("temperature", 1e-50), ("temperature", 1e39), ("temperature", 10**400), ("top_p", 0.0), ("top_p", 1.1),
     ("top_k", -1), ("top_k", 2.5), ("min_p", -0.1), ("min_p", 2), ("seed", -1), ("seed", 1 << 63), ("seed", "x"),
     ("max_tokens", 0), ("max_tokens", True), ("min_tokens", -1), ("stop", ""), ("stop", ["a", ""]), ("stop", [3]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("n", 0), ("logprobs", -1), ("prompt_logprobs", -1),
-    ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {1: float("nan")}), ("repetition_penalty", 0),
+    ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {1: float("nan")}),
+    ("logit_bias", {1: float("inf")}), ("repetition_penalty", 0),
     ("presence_penalty", float("inf")), ("frequency_penalty", "x"), ("bad_words", [""]), ("ignore_eos", 1),
 ]  # fmt: skip
 
@@ -52,8 +54,9 @@ def a_row(
     seed: int = 0,
     path: tuple[int, ...] = (),
     stops: frozenset[int] = frozenset(),
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Row:
-    return Row(Sequence(0, Request(prompt, params, seed, bad_words=((3, 9), (8,))), [*prompt, *output], stops), path)
+    return Row(Sequence(0, Request(prompt, params, seed, bad_words=bad_words), [*prompt, *output], stops), path)
 
 
 def test_choices_are_those_of_the_simple_twin() -> None:
@@ -73,7 +76,13 @@ def test_choices_are_those_of_the_simple_twin() -> None:
     logits = torch.randn(200, 40, generator=generator) * 3
     for n in range(200):
         pick = {k: v[int(torch.randint(len(v), (1,), generator=generator))] for k, v in values.items()}
-        row = a_row(SamplingParams(**pick, logit_bias={5: 1.0}), seed=n, path=(4,) * (n % 3), stops=frozenset({0, 6}))
+        row = a_row(
+            SamplingParams(**pick, logit_bias={5: 1.0}),
+            seed=n,
+            path=(4,) * (n % 3),
+            stops=frozenset({0, 6}),
+            bad_words=((3, 9), (8,)),
+        )
         rows.append(row)
         params, output = row.seq.params, [3, 3, *row.path]
         scores = _plain_scores(logits[n], (1, 2), output, params, {0, 6}, [])
@@ -104,18 +113,15 @@ def test_filters_keep_what_they_should() -> None:
     assert kept(top_k=99) == [0, 1, 2, 3]
     assert kept(top_p=0.5) == [0, 1]
     assert kept(top_p=0.39) == [0]
+    assert kept(top_p=1e-50) == [0]
     assert kept(min_p=0.6) == [0, 1]
     assert kept(top_k=3, top_p=0.5, min_p=0.9) == [0]
 
 
 def test_probabilities_of_a_greedy_row_are_certain() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    table = probabilities(
-        logits,
-        [a_row(SamplingParams(logit_bias={}), output=()), a_row(SamplingParams(temperature=2.0, top_k=2), output=())][
-            :2
-        ],
-    )
+    rows = [a_row(SamplingParams(), output=()), a_row(SamplingParams(temperature=2.0, top_k=2), output=())]
+    table = probabilities(logits, rows)
     assert table[0].tolist() == [0.0, 1.0, 0.0]
     assert torch.allclose(table[1], torch.softmax(torch.tensor([-torch.inf, 1.5, 0.5]), 0))
 

@@ -40,7 +40,7 @@ class ModelDrafter:
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the keys of accepted nodes; the last node of a chain never had any."""
         decisions = dict(zip(batch.seqs, verdict.decisions, strict=True))
-        self._runner.layout.commit(self._fed, draft, Verdict([decisions[seq] for seq in self._fed.seqs]))
+        self._runner.layout.commit(self._fed, Verdict([decisions[seq] for seq in self._fed.seqs]))
 
     def forget(self, seq: Sequence) -> None:
         self._mute.discard(seq)

@@ -1,8 +1,8 @@
 """Activations whose rows do not know where they lie.
 
-torch's own sigmoid, silu and tanh-gelu take a vector path and, at the ragged end of each thread's share, a scalar path
-with other bits; where that end falls depends on the number of rows. exp and tanh have one path, and the rest is
-arithmetic, so these are built from them.
+torch's own sigmoid, silu and gelu take a vector path and, at the ragged end of each thread's share or on strided
+inputs, another with other bits; where that falls depends on the number of rows. exp, tanh and erf have one path, and
+the rest is arithmetic, so these are built from them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    return _in_float(x, F.gelu)
+    return _in_float(x, lambda y: 0.5 * y * (1 + torch.erf(y * math.sqrt(0.5))))
 
 
 def softplus(x: Tensor) -> Tensor:

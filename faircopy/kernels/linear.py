@@ -1,7 +1,8 @@
 """Linear layers whose rows do not know how many rows there are.
 
-Every way to multiply is tried on the weight itself before it is used: the first under which a row's bits are the same
-in every company wins. The last one, blocks of a fixed number of rows, cannot fail.
+Every way to multiply is tried before it is used, on numbers that cancel almost completely: what is left of such a sum
+is its rounding, and shows any change of order even in 16 bits. The last way, blocks of a fixed number of rows, is one
+shape for every call.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 
-BLOCK = 8  # rows per block of the way that cannot fail
-_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65)  # row counts tried
+BLOCK = 8  # rows per block of the last way
+_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 300)  # row counts tried
+_WIDEST = 4096  # outputs in a trial at most: the order of summation is a matter of the inner dimension
 _LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
 
 _settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of the packed product; None: unusable
@@ -32,7 +34,7 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
         return packed
     kind = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
     if kind not in _settled:
-        _settled[kind] = _least_rows(packed, weight)
+        _settled[kind] = _least_rows(*_trial(weight, bias))
     least = _settled[kind]
     if least is None:
         return _blocks(weight, bias)
@@ -63,15 +65,16 @@ def _blocks(weight: Tensor, bias: Tensor | None) -> Product:
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.shape[0]
+        if rows == 0:
+            return x.new_empty(0, weight.shape[0])
         blocks = F.pad(x, (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, x.shape[1])
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     return blocked
 
 
-def _least_rows(run: Product, weight: Tensor) -> int | None:
+def _least_rows(run: Product, x: Tensor) -> int | None:
     """The fewest rows from which on every row's bits agree in all companies tried."""
-    x = _treacherous(max(_COMPANIES) + 1, weight)
     whole = run(x)
     wrong = [m for m in _COMPANIES if not _agrees(run, x, whole, m)]
     return next((least for least in _LEAST if all(m < least for m in wrong)), None)
@@ -81,13 +84,16 @@ def _agrees(run: Product, x: Tensor, whole: Tensor, m: int) -> bool:
     return all(torch.equal(run(x[s : s + m].contiguous()), whole[s : s + m]) for s in (0, 1))
 
 
-def _treacherous(rows: int, weight: Tensor) -> Tensor:
-    """Inputs nearly orthogonal to most weights: what is left after cancelling shows any change of order."""
+def _trial(weight: Tensor, bias: Tensor | None) -> tuple[Product, Tensor]:
+    """A packed product of this shape and rows for it that cancel: each term has its negative somewhere else."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, weight.shape[1], generator=generator)
-    w = weight[: min(weight.shape[0], rows)].float()
-    norms = w.square().sum(-1).clamp_min(1e-12)
-    for _ in range(2):  # make row i (nearly) orthogonal to weight i
-        m = min(rows, w.shape[0])
-        x[:m] -= (x[:m] * w[:m]).sum(-1, keepdim=True) / norms[:m, None] * w[:m]
-    return x.to(weight.dtype)
+    outputs, inner = min(weight.shape[0], _WIDEST + weight.shape[0] % 64), weight.shape[1]
+    x, w = (
+        torch.randn(max(_COMPANIES) + 1, inner, generator=generator),
+        torch.randn(outputs, inner, generator=generator),
+    )
+    first, second = torch.randperm(inner, generator=generator)[: inner // 2 * 2].view(2, -1)
+    x[:, second], w[:, second] = -x[:, first], w[:, first]
+    run = _packed(w.to(weight.dtype), None if bias is None else bias.new_zeros(outputs))
+    assert run is not None, "a product of this type was packed before"
+    return run, x.to(weight.dtype)

@@ -110,7 +110,7 @@ class PagedLayout:
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             self._reach(seq, upto)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> Verdict:
+    def commit(self, batch: Batch, verdict: Verdict) -> Verdict:
         """Keep the accepted nodes that have keys here; those off the straight line move into place."""
         for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
             base, held = batch.upto[i], self._nodes.pop(seq, 0)

@@ -84,8 +84,9 @@ class Decoder:
         self._tensors, self._exact = tensors, exact
         self._embedding = self._need("model.embed_tokens.weight")
         self.device = self._embedding.device
+        self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype, device=self.device)
         self._layers = [self._layer(i) for i in range(len(spec.windows))]
-        self._norm = self._need("model.norm.weight") + spec.norm_offset
+        self._norm = self._norm_weight("model.norm.weight")
         head = tensors("lm_head.weight")
         self._head = product(self._embedding if head is None else head, tensors("lm_head.bias"), exact)
         self._rope = rope_table(spec.frequencies, context, spec.rope_factor, dtype).to(self.device)
@@ -97,7 +98,7 @@ class Decoder:
         """Logits of the wanted rows [R, vocab]."""
         x = self._embedding[packed.ids]
         if self.spec.embedding_multiplier != 1.0:
-            x = x * self.spec.embedding_multiplier
+            x = x * self._multiplier
         angles = self._rope[packed.positions]
         for i, layer in enumerate(self._layers):
             x = self._add(x, self._attention(layer, i, x, angles, packed, cache), layer.after_attention)
@@ -126,8 +127,7 @@ class Decoder:
 
     def _need(self, name: str) -> Tensor:
         tensor = self._tensors(name)
-        if tensor is None:
-            raise KeyError(name)
+        assert tensor is not None, f"{name} was not checked to be there"
         return tensor
 
     def _layer(self, i: int) -> _Layer:
@@ -137,13 +137,17 @@ class Decoder:
             out=self._fused(at + "self_attn.", "o_proj", ()),
             gate_up=self._fused(at + "mlp.", "gate_up_proj", ("gate_proj", "up_proj")),
             down=self._fused(at + "mlp.", "down_proj", ()),
-            before_attention=self._need(at + "input_layernorm.weight") + self.spec.norm_offset,
-            before_mlp=self._need(at + "post_attention_layernorm.weight") + self.spec.norm_offset,
+            before_attention=self._norm_weight(at + "input_layernorm.weight"),
+            before_mlp=self._norm_weight(at + "post_attention_layernorm.weight"),
             after_attention=self._tensors(at + "post_self_attn_layernorm.weight"),
             after_mlp=self._tensors(at + "post_mlp_layernorm.weight"),
             qk_norm=self._qk_norm(at + "self_attn."),
             rotary=self.spec.rotary[i],
         )
+
+    def _norm_weight(self, name: str) -> Tensor:
+        weight = self._need(name)
+        return weight if not self.spec.norm_offset else weight.float() + self.spec.norm_offset
 
     def _fused(self, at: str, whole: str, parts: tuple[str, ...]) -> Product:
         """One product for several projections; a checkpoint may have stored them fused already."""

@@ -46,7 +46,13 @@ class RowInvariant(TorchFunctionMode):
     def _product(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Product:
         if not _is_weight(weight):  # made anew in every forward: not to be remembered
             return product(weight.t() if transposed else weight, bias)
-        place = (weight.data_ptr(), weight.shape, weight.stride(), None if bias is None else bias.data_ptr())
+        place = (
+            transposed,
+            weight.data_ptr(),
+            weight.shape,
+            weight.stride(),
+            None if bias is None else bias.data_ptr(),
+        )
         if place not in self._products:
             self._products[place] = product(weight.t() if transposed else weight, bias)
         return self._products[place]

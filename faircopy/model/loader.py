@@ -53,7 +53,7 @@ def load_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a wrong field raises whatever its validator raises
         raise CheckpointError(
             "model", str(folder), f"its config.json cannot be read ({error})", "pass a complete checkpoint folder"
         ) from error
@@ -85,14 +85,24 @@ def fits_decoder(config: Any) -> bool:
 
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     tensors = _Tensors(folder, dtype, device)
-    frequencies, factor = _rope(config)
-    try:
-        spec = decoder_spec(config, frequencies, factor)
-        return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
-    except KeyError as error:
-        raise CheckpointError(
-            "model", name, f"tensor {error} is missing from the checkpoint", "fetch the checkpoint again"
-        ) from error
+    _check_tensors(name, config, tensors)
+    spec = decoder_spec(config, *_rope(config))
+    return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
+
+
+def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
+    """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config).state_dict()
+    if config.tie_word_embeddings:
+        skeleton.pop("lm_head.weight", None)
+    for tensor, like in skeleton.items():
+        shape = tensors.shape(tensor)
+        if shape != tuple(like.shape):
+            problem = "is missing" if shape is None else f"has shape {shape}, not {tuple(like.shape)}"
+            raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
 
 
 def _rope(config: Any) -> tuple[Tensor, float]:
@@ -114,6 +124,7 @@ class _Tensors:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._readers: dict[str, Callable[[], Tensor]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self._open(file)
         if not self._readers:
@@ -124,6 +135,10 @@ class _Tensors:
         read = self._readers.get(name)
         return None if read is None else read().to(self._device, self._dtype)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape, without reading it."""
+        return self._shapes.get(name)
+
     def _open(self, file: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
@@ -131,18 +146,21 @@ class _Tensors:
             handle: Any = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
-        self._readers |= {name: partial(handle.get_tensor, name) for name in list(handle.keys())}
+        names = list(handle.keys())
+        self._readers |= {name: partial(handle.get_tensor, name) for name in names}
+        self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
         state = _from_pretrained(str(folder), folder, self._dtype).state_dict()
         self._readers = {name: partial(state.__getitem__, name) for name in state}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _check_index(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             return
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in _read_json(index).get("weight_map", {}).items():
             if name not in self._readers:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
@@ -186,6 +204,14 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise CheckpointError("model", str(file), f"not JSON ({error})", "fetch the checkpoint again") from error
+    return content if isinstance(content, dict) else {}
+
+
 def load_tokenizer(path: str) -> Any | None:
     """The checkpoint's tokenizer, or None if it brings none."""
     from transformers import AutoTokenizer
@@ -203,7 +229,7 @@ def load_eos(path: str) -> frozenset[int]:
     """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
     folder = find_checkpoint(path)
     file = folder / "generation_config.json"
-    value = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    value = _read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = getattr(load_config(folder), "eos_token_id", None)
     if value is None:
