@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from faircopy import rng
@@ -133,16 +134,26 @@ class LLM:
         """
         if errors not in ("raise", "return"):
             raise ConfigError("errors", errors, "unknown", "use 'raise' or 'return'")
-        asked = _as_prompts(prompts)
-        each = _per_prompt("params", params if params is not None else SamplingParams(), len(asked))
-        ks = _per_prompt("k", k, len(asked))
-        jobs = [_Job(prompt, p, own) for prompt, p, own in zip(asked, each, ks, strict=True)]
-        self._run(jobs, progress)
-        answers = [job.answer(self) for job in jobs]
+        found = dict(self.answers(prompts, params, k=k, progress=progress))
+        answers = [found[index] for index in sorted(found)]
         failures = [(i, answer.error) for i, answer in enumerate(answers) if answer.error is not None]
         if failures and errors == "raise":
             raise failures[0][1] if len(answers) == 1 else BatchError(answers, failures)
         return answers
+
+    def answers(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        k: int | Seq[int] | None = None,
+        progress: bool | None = None,
+    ) -> Iterator[tuple[int, Answer]]:
+        """(index, answer) as each prompt is finished, failed ones with their `error`; leaving early aborts the rest."""
+        asked = _as_prompts(prompts)
+        each = _per_prompt("params", params if params is not None else SamplingParams(), len(asked))
+        ks = _per_prompt("k", k, len(asked))
+        return self._answers([_Job(p, own, width) for p, own, width in zip(asked, each, ks, strict=True)], progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, k: int | None = None) -> Iterator[str]:
         """Text as it is decided; what may yet become a stop string waits. Leaving the loop early aborts the request."""
@@ -151,7 +162,7 @@ class LLM:
             raise RequestError("n", params.n, "a stream has one text", "use n=1, or generate()")
         if self.tokenizer is None:
             raise RequestError("prompt", prompt, "there is no tokenizer to make text", "pass tokenizer= to LLM")
-        request = self._request(prompt, params, k, streamed=True)
+        request = self.request(prompt, params, k, streamed=True)
         check_request(request, self.model, self.engine.tables)  # now, not when the first piece is asked for
         return self._stream(request)
 
@@ -164,7 +175,7 @@ class LLM:
         """Answers to one conversation or several, through the model's chat template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
-        return self.generate([self._chat_prompt(m) for m in _as_conversations(messages)], params, **options)
+        return self.generate([self.chat_prompt(m) for m in _as_conversations(messages)], params, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids pass through."""
@@ -176,6 +187,24 @@ class LLM:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer is not None else ""
+
+    def explain(self) -> dict[str, Any]:
+        """The configuration as it was resolved: what runs where, how, and in how much memory."""
+        tables, model = self.engine.tables, self.model
+        return {
+            "target": model.name,
+            "door": type(model).__name__,
+            "drafter": type(self.engine.drafter).__name__,
+            **asdict(self.config),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "threads": torch.get_num_threads(),
+            "context": model.context,
+            "vocabulary": model.vocab,
+            "pages": tables.pool.pages,
+            "tokens_of_memory": tables.pool.pages * tables.page,
+            "end_tokens": sorted(self.engine.eos),
+        }
 
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""
@@ -204,7 +233,8 @@ class LLM:
             raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
         return None, model
 
-    def _request(self, prompt: Prompt, params: SamplingParams, k: int | None, streamed: bool = False) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams, k: int | None = None, streamed: bool = False) -> Request:
+        """A prompt in the engine's words, for callers that step the engine themselves."""
         if not isinstance(params, SamplingParams):
             raise RequestError("params", params, "not SamplingParams", "pass SamplingParams(...)")
         ids = self.encode(prompt)
@@ -232,18 +262,19 @@ class LLM:
         }
         return tuple(sorted(form for form in forms if form))
 
-    def _run(self, jobs: list[_Job], progress: bool | None) -> None:
-        """Step until every job is done; an interruption aborts what is not."""
+    def _answers(self, jobs: list[_Job], progress: bool | None) -> Iterator[tuple[int, Answer]]:
         show = sys.stderr.isatty() if progress is None else progress
+        open_jobs = dict(enumerate(jobs))
         live: list[Sequence] = []
         try:
             for job in jobs:
                 job.start(self, live)
             with tqdm(total=len(live), disable=not show, unit="req", dynamic_ncols=True) as bar:
-                while any(seq.finished is None for seq in live):
-                    outputs = self.engine.step()
-                    if show:
-                        _report(bar, outputs, live)
+                while open_jobs:
+                    for index in [index for index, job in open_jobs.items() if job.done]:
+                        yield index, open_jobs.pop(index).answer(self)
+                    if open_jobs:
+                        _report(bar, self.engine.step(), live)
         finally:
             for seq in live:
                 self.engine.abort(seq)
@@ -267,7 +298,8 @@ class LLM:
         finally:
             self.engine.abort(seq)
 
-    def _chat_prompt(self, messages: list[Message]) -> list[int]:
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the next answer."""
         try:
             return list(
                 self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
@@ -288,16 +320,22 @@ class _Job:
     seqs: list[Sequence] = field(default_factory=list)
     error: FaircopyError | None = None
 
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(seq.finished is not None for seq in self.seqs)
+
     def start(self, llm: LLM, live: list[Sequence]) -> None:
         """Queue its samples, all or none, and add them to the live ones."""
         try:
-            first = llm._request(self.prompt, self.params, self.k)
+            first = llm.request(self.prompt, self.params, self.k)
             samples = [first, *(llm._sample(first, n) for n in range(1, self.params.n))]
             for request in samples:
                 self.seqs.append(llm.engine.add(request))
                 live.append(self.seqs[-1])
         except RequestError as error:
             self.error = error
+            for seq in self.seqs:
+                llm.engine.abort(seq)
 
     def answer(self, llm: LLM) -> Answer:
         if self.error is not None:
@@ -374,6 +412,8 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _report(bar: Any, outputs: Any, live: list[Sequence]) -> None:
+    if bar.disable:
+        return
     bar.update(sum(output.finished is not None for output in outputs))
     written, drafted = sum(len(seq.output) for seq in live), sum(seq.drafted for seq in live)
     accepted = sum(seq.accepted for seq in live)

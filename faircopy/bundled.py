@@ -1,0 +1,31 @@
+"""Where the models that come with faircopy are: beside the source, or where pip put them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from faircopy.errors import CheckpointError
+
+
+def folder() -> Path:
+    """The folder with the bundled target, draft and held-out prompts."""
+    places = [Path(__file__).resolve().parents[1] / "models", Path(sys.prefix) / "share" / "faircopy" / "models"]
+    for place in places:
+        if (place / "target" / "config.json").exists():
+            return place
+    raise CheckpointError("models", str(places[0]), "the bundled models are not there", "pass --target with a folder")
+
+
+def target() -> str:
+    return str(folder() / "target")
+
+
+def draft() -> str:
+    return str(folder() / "draft")
+
+
+def prompts() -> list[str]:
+    """Beginnings of stories that neither model was trained on."""
+    return [json.loads(line)["prompt"] for line in (folder() / "prompts.jsonl").read_text().splitlines()]

@@ -1,0 +1,196 @@
+"""The command line: thin; each command reads its options, calls the library, and says how it went.
+
+Exit codes: 0 good, 1 the job failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from faircopy import __version__, bundled
+from faircopy.errors import ConfigError, FaircopyError, RequestError
+
+app = typer.Typer(
+    name="faircopy",
+    help="Batch speculative decoding whose output is exactly what the target model alone would have written.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Folder or hub id of a draft model, 'ngram' or 'none'; the bundled one by default.")
+]
+Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus; 1 switches it off.")]
+Seed = Annotated[int | None, typer.Option(help="A fresh one if left out.")]
+BatchSize = Annotated[int, typer.Option("--batch", help="Sequences that run together at most.")]
+Strategy = Annotated[str, typer.Option(help="How a ragged batch is held.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+File = Annotated[Path | None, typer.Option("--file", help="Prompts: .txt, one a line, or .jsonl with prompt or turns.")]
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts; standard input if there are none.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompts: Prompts = None,
+    file: File = None,
+    target: Target = None,
+    draft: Draft = None,
+    k: Width = 4,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    batch: BatchSize = 64,
+    strategy: Strategy = "ragged",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print the resolved configuration first.")] = False,
+) -> None:
+    """Answer prompts in a batch. Ctrl-C keeps what is finished."""
+    from faircopy.terminal.generate import generate as run
+    from faircopy.terminal.prompts import read_prompts
+    from faircopy.types import SamplingParams
+
+    asked = read_prompts(prompts or [], file)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, dtype=dtype, device=device)
+    if explain:
+        print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
+    if not run(llm, asked, params, out, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    target: Target = None,
+    draft: Draft = None,
+    k: Width = 4,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Talk to a model; earlier turns stay in the cache."""
+    from faircopy.terminal.chat import chat as run
+    from faircopy.types import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    run(_llm(target, draft, k, dtype=dtype, device=device), params)
+
+
+@app.command()
+def demo(
+    target: Target = None,
+    draft: Draft = None,
+    k: Width = 4,
+    max_tokens: MaxTokens = 96,
+) -> None:
+    """Watch a batch of eight being written, then see what it cost and that it is exact."""
+    from faircopy.terminal.demo import choose_prompts
+    from faircopy.terminal.demo import demo as run
+
+    console = Console()
+    exact = run(target or bundled.target(), draft or bundled.draft(), choose_prompts(), k, max_tokens, console)
+    raise typer.Exit(0 if exact else 1)
+
+
+@app.command()
+def audit(
+    prompts: Prompts = None,
+    file: File = None,
+    url: Annotated[list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is right.")] = None,
+    target: Target = None,
+    draft: Annotated[list[str] | None, typer.Option(help="Drafts to try: folders, hub ids, 'ngram'.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Draft lengths to try.")] = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Batch sizes to try.")] = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    exact: Annotated[bool, typer.Option(help="--no-exact shows what happens without the promise.")] = True,
+    limit: Annotated[int, typer.Option(help="Prompts at most.")] = 32,
+    html: Annotated[Path | None, typer.Option(help="Write a one-file HTML report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %."""
+    from faircopy.audit.models import audit_models
+    from faircopy.audit.report import print_report
+    from faircopy.audit.servers import audit_servers
+    from faircopy.terminal.prompts import read_prompts
+    from faircopy.types import SamplingParams
+
+    asked = (read_prompts(prompts or [], file) if prompts or file or not sys.stdin.isatty() else bundled.prompts())[
+        :limit
+    ]
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=(seed or 0) if temperature else seed
+    )
+    console = Console(stderr=as_json)
+    if url:
+        report = audit_servers(url, asked, params)
+    else:
+        drafts = draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"])
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact}
+        with console.status("auditing"):
+            report = audit_models(
+                target or bundled.target(), drafts, asked, params,
+                batches=tuple(batch or (1, 4, 8)), ks=tuple(k or (2, 4, 8)), **options,
+            )  # fmt: skip
+    if html:
+        html.write_text(report.to_html())
+    if as_json:
+        print(report.to_json())
+    else:
+        print_report(report, console)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
+    from faircopy.llm import LLM
+
+    if draft is None and target is None:
+        draft = bundled.draft()
+    return LLM(target or bundled.target(), draft=None if draft in (None, "none") else draft, k=k, **options)
+
+
+def main() -> None:
+    """Run the command line; errors of ours are one line, not a traceback."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(1)
+    except FaircopyError as error:
+        print(f"faircopy: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`faircopy demo`: a batch streams, coloured by who wrote each token; then what it cost, and the proof."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from faircopy import bundled
+from faircopy.audit.models import audit_models
+from faircopy.audit.report import Report
+from faircopy.llm import LLM
+from faircopy.text import IncrementalText
+from faircopy.types import SamplingParams, Sequence
+
+DRAFTED, OWN = "green", "bold yellow"
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One way of decoding, timed."""
+
+    name: str
+    batch: int
+    rate: float  # tokens per second
+    per_step: float  # tokens per sequence and verify pass
+    acceptance: float
+
+
+def demo(target: str, draft: str, prompts: list[str], k: int, max_tokens: int, console: Console) -> bool:
+    """True if every text was identical to plain decoding alone."""
+    params = SamplingParams(max_tokens=max_tokens)
+    with console.status("loading models"):
+        speculative = LLM(target, draft=draft, k=k, memory="512MiB")
+        plain = LLM(target, memory="512MiB")
+    watch(speculative, prompts, params, console)
+    with console.status("measuring"):
+        rows = [
+            measure(llm, name, part, params)
+            for part in (prompts[:1], prompts)
+            for name, llm in (("plain", plain), (f"speculative, k = {k}", speculative))
+        ]
+    with console.status("auditing: the same texts alone, in batches, with other drafts, under preemption"):
+        report = audit_models(target, [draft, "ngram"], prompts, params, batches=(1, len(prompts)), ks=(2, k))
+    console.print(table(rows, report))
+    return report.passed
+
+
+def watch(llm: LLM, prompts: list[str], params: SamplingParams, console: Console) -> None:
+    """Run the batch and show it growing."""
+    seqs = [llm.engine.add(llm.request(prompt, params)) for prompt in prompts]
+    texts = [_Coloured(llm, seq) for seq in seqs]
+    with Live(console=console, refresh_per_second=12, transient=False) as live:
+        while any(seq.finished is None for seq in seqs):
+            llm.engine.step()
+            live.update(Group(*(text.panel() for text in texts), _legend()))
+
+
+def measure(llm: LLM, name: str, prompts: list[str], params: SamplingParams, repeats: int = 3) -> Measure:
+    """The best of a few runs; the first one also warms up."""
+    best, figures = 0.0, llm.metrics()
+    for _ in range(repeats):
+        before = llm.metrics()
+        start = time.perf_counter()
+        llm.generate(prompts, params, progress=False)
+        seconds, figures = time.perf_counter() - start, llm.metrics()
+        best = max(best, (figures["emitted"] - before["emitted"]) / seconds)
+    drafted, accepted, emitted, passes = (
+        figures[key] - before[key] for key in ("drafted", "accepted", "emitted", "sequence_steps")
+    )
+    return Measure(name, len(prompts), best, emitted / passes, accepted / drafted if drafted else 0.0)
+
+
+def table(rows: list[Measure], report: Report) -> Table:
+    """Plain against speculative, and the audit's verdict below."""
+    result = Table(title="plain decoding against speculative", caption=_verdict(report))
+    for heading in ("batch", "", "tokens/s", "against plain", "tokens per step", "drafts accepted"):
+        result.add_column(heading, justify="left" if heading == "" else "right")
+    for row in rows:
+        base = next(r.rate for r in rows if r.batch == row.batch)
+        share = f"{row.acceptance:.0%}" if row.acceptance else ""
+        result.add_row(
+            str(row.batch), row.name, f"{row.rate:.0f}", f"{row.rate / base:.2f} x", f"{row.per_step:.2f}", share
+        )
+    return result
+
+
+def _verdict(report: Report) -> str:
+    return f"audit: {report.percentage:.2f} % identical ({report.identical} of {report.total} texts)"
+
+
+def _legend() -> Text:
+    return Text.assemble(("accepted draft", DRAFTED), "   ", ("the target's own", OWN), "   ", ("prompt", "dim"))
+
+
+class _Coloured:
+    """A sequence's text, each token in the colour of its origin."""
+
+    def __init__(self, llm: LLM, seq: Sequence) -> None:
+        self._seq, self._shown = seq, 0
+        self._reader = IncrementalText(llm.decode, seq.prompt)
+        self._text = Text(llm.decode(list(seq.prompt)), style="dim")
+
+    def panel(self) -> Panel:
+        for token, drafted in zip(self._seq.output[self._shown :], self._seq.origins[self._shown :], strict=True):
+            self._reader.push(token)
+            self._text.append(self._reader.release(), style=DRAFTED if drafted else OWN)
+            self._shown += 1
+        return Panel(self._text, padding=(0, 1))
+
+
+def choose_prompts(count: int = 8) -> list[str]:
+    """Bundled prompts of different lengths: evenly from the shortest to the longest."""
+    by_length = sorted(bundled.prompts(), key=len)
+    return [by_length[n * (len(by_length) - 1) // (count - 1)] for n in range(count)]

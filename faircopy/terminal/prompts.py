@@ -1,0 +1,50 @@
+"""Prompts from arguments, files or standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from faircopy.errors import RequestError
+
+
+def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
+    """Arguments and a file's prompts; standard input if there are neither."""
+    if arguments or file is not None:
+        return [*arguments, *(_read_file(file) if file is not None else [])]
+    if sys.stdin.isatty():
+        raise RequestError("prompts", "", "none given", "pass them as arguments, with --file, or on standard input")
+    return _lines(sys.stdin.read(), "standard input")
+
+
+def _read_file(file: Path) -> list[str]:
+    try:
+        content = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("--file", str(file), f"cannot be read ({error})", "pass a .txt or .jsonl file") from error
+    if file.suffix == ".jsonl":
+        return [_prompt_of(line, file, n) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+    return _lines(content, str(file))
+
+
+def _lines(content: str, name: str) -> list[str]:
+    lines = [line for line in content.splitlines() if line.strip()]
+    if not lines:
+        raise RequestError("prompts", name, "empty", "write one prompt per line")
+    return lines
+
+
+def _prompt_of(line: str, file: Path, number: int) -> str:
+    """A record's `prompt`, or the first of Spec-Bench's `turns`."""
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise RequestError("--file", f"{file}:{number}", f"not JSON ({error})", "one object per line") from error
+    found = record.get("prompt") if isinstance(record, dict) else None
+    if found is None and isinstance(record, dict) and isinstance(record.get("turns"), list) and record["turns"]:
+        found = record["turns"][0]
+    if not isinstance(found, str):
+        raise RequestError("--file", f"{file}:{number}", "no 'prompt' text and no 'turns'", "give each line one")
+    return found
