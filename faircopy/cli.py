@@ -152,16 +152,24 @@ def audit(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=(seed or 0) if temperature else seed
     )
     console = Console(stderr=as_json)
-    if url:
-        report = audit_servers(url, asked, params)
-    else:
-        drafts = draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"])
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact}
-        with console.status("auditing"):
+    with console.status("auditing") as status:
+        if url:
+            report = audit_servers(
+                url, asked, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed or 0
+            )
+        else:
             report = audit_models(
-                target or bundled.target(), drafts, asked, params,
-                batches=tuple(batch or (1, 4, 8)), ks=tuple(k or (2, 4, 8)), **options,
-            )  # fmt: skip
+                target or bundled.target(),
+                draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"]),
+                asked,
+                params,
+                batches=tuple(batch or (1, 4, 8)),
+                ks=tuple(k or (2, 4, 8)),
+                progress=lambda done, total, name: status.update(f"{name} ({done} of {total} runs done)"),
+                dtype=dtype,
+                device=device,
+                exact=exact,
+            )
     if html:
         html.write_text(report.to_html())
     if as_json:
@@ -184,9 +192,6 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(1)
     except FaircopyError as error:
         print(f"faircopy: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from faircopy.types import SamplingParams
 
 
 def generate(llm: LLM, prompts: list[str], params: SamplingParams, out: Path | None, as_json: bool) -> bool:
-    """Answer all prompts; each is written as soon as it is finished. True if none failed."""
+    """Answer all prompts; each is written as soon as it is finished. True if all were answered."""
     records: dict[int, dict[str, Any]] = {}
     console, good = Console(highlight=False), True
     try:
@@ -27,6 +28,9 @@ def generate(llm: LLM, prompts: list[str], params: SamplingParams, out: Path | N
             if out is not None:
                 with out.open("a" if len(records) > 1 else "w") as file:
                     file.write(json.dumps(records[index]) + "\n")
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(records)} of {len(prompts)} answers are kept", file=sys.stderr)
+        good = False
     finally:
         if out is not None and records:
             out.write_text("".join(json.dumps(records[index]) + "\n" for index in sorted(records)))

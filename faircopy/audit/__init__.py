@@ -1,0 +1,1 @@
+"""Checks the promise on your own models, prompts and servers, and reports every difference."""
