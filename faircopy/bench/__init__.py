@@ -1,0 +1,1 @@
+"""Workloads and equipment for measuring the engine."""
