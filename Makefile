@@ -7,14 +7,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.core
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/faircopy demo
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest --cov=faircopy --cov-report=term:skip-covered
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check faircopy tests benchmarks examples
+	$(BIN)/ruff format --check faircopy tests benchmarks runs
 	$(BIN)/mypy
 
 # torch first and by itself: its pinned version decides which build is taken.
