@@ -145,9 +145,8 @@ def audit(
     from faircopy.terminal.prompts import read_prompts
     from faircopy.types import SamplingParams
 
-    asked = (read_prompts(prompts or [], file) if prompts or file or not sys.stdin.isatty() else bundled.prompts())[
-        :limit
-    ]
+    own = target is None and not url and not prompts and file is None
+    asked = (bundled.prompts() if own else read_prompts(prompts or [], file))[:limit]
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=(seed or 0) if temperature else seed
     )
