@@ -27,7 +27,8 @@ app = typer.Typer(
 
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
-    str | None, typer.Option(help="Folder or hub id of a draft model, 'ngram' or 'none'; the bundled one by default.")
+    str | None,
+    typer.Option(help="Folder or hub id of a draft model, 'ngram' or 'none'; the bundled target has its own."),
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]

@@ -41,6 +41,10 @@ class PagePool:
         """The page known to hold this content, if any."""
         return self._index.get(content)
 
+    def content(self, page: int) -> Hashable:
+        """What a page was published to hold, as the one object that others compare with."""
+        return self._content[page]
+
     def share(self, page: int) -> None:
         """One more holder of a page with known content."""
         self._kept.pop(page, None)

@@ -37,7 +37,7 @@ class Tables:
                     break
                 self.pool.share(page)
                 table.append(page)
-                contents.append(content)
+                contents.append(self.pool.content(page))  # the known object: the next page need not compare all before
         return len(table) * self.page
 
     def reserve(self, seq: Sequence, length: int) -> bool:
