@@ -89,7 +89,12 @@ class Answer:
 
 
 class LLM:
-    """A target model, an optional drafter, and the engine that runs them. One thread at a time."""
+    """A target model, an optional drafter, and the engine that runs them. One thread at a time.
+
+    target: a checkpoint folder, a hub id, or a Model. draft: the same, "ngram", a Drafter of your own, or None.
+    Options are the fields of EngineConfig: dtype, device, strategy, max_batch, memory, exact, verifier, chunk, page,
+    prefix_reuse, lookup_min, lookup_max. speculative_config takes vLLM's keys instead of draft and k.
+    """
 
     def __init__(
         self,
