@@ -1,5 +1,8 @@
 """faircopy: batch speculative decoding whose output is exactly what the target model alone would have written."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from faircopy.errors import (
     BatchError,
     CheckpointError,
@@ -11,8 +14,10 @@ from faircopy.errors import (
     RequestError,
     UnsupportedModel,
 )
-from faircopy.llm import LLM, Answer, Completion
-from faircopy.types import SamplingParams
+
+if TYPE_CHECKING:
+    from faircopy.llm import LLM, Answer, Completion
+    from faircopy.types import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -31,3 +36,12 @@ __all__ = [
     "SamplingParams",
     "UnsupportedModel",
 ]
+
+_LATER = {"LLM": "llm", "Answer": "llm", "Completion": "llm", "SamplingParams": "types"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for: the command line answers wrong usage at once."""
+    if name in _LATER:
+        return getattr(import_module(f"faircopy.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'faircopy' has no attribute {name!r}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,7 @@ import typer
 from rich.console import Console
 
 from faircopy import __version__, bundled
-from faircopy.errors import ConfigError, FaircopyError, RequestError
+from faircopy.errors import ConfigError, FaircopyError, NumericsError, OutOfPages, RequestError
 
 app = typer.Typer(
     name="faircopy",
@@ -43,6 +45,20 @@ File = Annotated[Path | None, typer.Option("--file", help="Prompts: .txt, one a 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts; standard input if there are none.")]
 
 
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C ends a command cleanly, whatever it is doing."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return run
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if version:
@@ -51,6 +67,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 
 @app.command()
+@_stoppable
 def generate(
     prompts: Prompts = None,
     file: File = None,
@@ -76,6 +93,7 @@ def generate(
 
     asked = read_prompts(prompts or [], file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    _writable("--out", out)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, dtype=dtype, device=device)
     if explain:
         print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
@@ -84,6 +102,7 @@ def generate(
 
 
 @app.command()
+@_stoppable
 def chat(
     target: Target = None,
     draft: Draft = None,
@@ -104,6 +123,7 @@ def chat(
 
 
 @app.command()
+@_stoppable
 def demo(
     target: Target = None,
     draft: Draft = None,
@@ -120,6 +140,7 @@ def demo(
 
 
 @app.command()
+@_stoppable
 def audit(
     prompts: Prompts = None,
     file: File = None,
@@ -135,34 +156,40 @@ def audit(
     dtype: Dtype = "auto",
     device: Device = "auto",
     exact: Annotated[bool, typer.Option(help="--no-exact shows what happens without the promise.")] = True,
-    limit: Annotated[int, typer.Option(help="Prompts at most.")] = 32,
+    limit: Annotated[int | None, typer.Option(help="Prompts at most; 32 of the bundled ones if left out.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a one-file HTML report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="With --url.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="With --url: requests at a time to try.")] = None,
+    timeout: Annotated[float, typer.Option(help="With --url: seconds to wait for an answer.")] = 120.0,
+    tie: Annotated[float, typer.Option(help="With --url: log probability below which a difference is a tie.")] = 0.5,
 ) -> None:
     """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %."""
-    from faircopy.audit.models import audit_models
     from faircopy.audit.report import print_report
-    from faircopy.audit.servers import audit_servers
-    from faircopy.terminal.prompts import read_prompts
-    from faircopy.types import SamplingParams
 
-    own = target is None and not url and not prompts and file is None
-    asked = (bundled.prompts() if own else read_prompts(prompts or [], file))[:limit]
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=(seed or 0) if temperature else seed
-    )
+    asked = _audited_prompts(prompts, file, own=target is None and not url, limit=limit)
+    _writable("--html", html)
+    if url and (target or draft or k or batch):
+        raise ConfigError("--url", url, "given beside options for models", "audit servers or models, not both at once")
     console = Console(stderr=as_json)
     with console.status("auditing") as status:
         if url:
+            from faircopy.audit.servers import audit_servers
+
             report = audit_servers(
-                url, asked, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed or 0
-            )
+                url, asked, model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed or 0,
+                concurrency=tuple(concurrency or (1, 8)), timeout=timeout, tie=tie, api_key=api_key,
+            )  # fmt: skip
         else:
+            from faircopy.audit.models import audit_models
+            from faircopy.types import SamplingParams
+
             report = audit_models(
                 target or bundled.target(),
                 draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"]),
                 asked,
-                params,
+                SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
                 batches=tuple(batch or (1, 4, 8)),
                 ks=tuple(k or (2, 4, 8)),
                 progress=lambda done, total, name: status.update(f"{name} ({done} of {total} runs done)"),
@@ -170,13 +197,37 @@ def audit(
                 device=device,
                 exact=exact,
             )
-    if html:
-        html.write_text(report.to_html())
     if as_json:
         print(report.to_json())
     else:
         print_report(report, console)
+    if html:
+        html.write_text(report.to_html(), encoding="utf-8")
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:
+    """The user's prompts, all of them unless limited; the bundled ones where nothing is the user's own."""
+    from faircopy.terminal.prompts import read_prompts
+
+    if own and not prompts and file is None:
+        return bundled.prompts()[: limit or 32]
+    asked = read_prompts(prompts or [], file)
+    if limit is not None and limit < len(asked):
+        print(f"auditing {limit} of {len(asked)} prompts", file=sys.stderr)
+    return asked[:limit]
+
+
+def _writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before hours are spent on what should go into it."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            option, str(path), f"cannot be written ({error.strerror})", "pass a file in a folder"
+        ) from error
 
 
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
@@ -188,13 +239,14 @@ def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line, not a traceback."""
+    """Run the command line; errors of ours and an interruption are one line, not a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
     except FaircopyError as error:
         print(f"faircopy: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
+        job = isinstance(error, NumericsError | OutOfPages) or not isinstance(error, ConfigError | RequestError)
+        sys.exit(1 if job else 2)
 
 
 if __name__ == "__main__":

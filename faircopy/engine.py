@@ -106,7 +106,7 @@ class Engine:
         meter.drafted += sum(map(len, draft.tokens))
         meter.accepted += sum(output.accepted for output in outputs)
         meter.emitted += sum(len(output.tokens) for output in outputs)
-        meter.preemptions = self.scheduler.preemptions
+        meter.preemptions, meter.tokens_reused = self.scheduler.preemptions, self.scheduler.reused
 
 
 def check_request(request: Request, model: Model, tables: Tables) -> None:

@@ -178,8 +178,6 @@ class LLM:
         **options: Any,
     ) -> list[Answer]:
         """Answers to one conversation or several, through the model's chat template."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
         return self.generate([self.chat_prompt(m) for m in _as_conversations(messages)], params, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -188,7 +186,10 @@ class LLM:
             return _as_ids(prompt)
         if self.tokenizer is None:
             raise RequestError("prompt", prompt, "there is no tokenizer for text", "pass token ids, or tokenizer=")
-        return list(self.tokenizer.encode(prompt))
+        try:
+            return list(self.tokenizer.encode(prompt))
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair, for example
+            raise RequestError("prompt", prompt, "not valid text", "remove what is not Unicode") from error
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer is not None else ""
@@ -305,9 +306,11 @@ class LLM:
 
     def chat_prompt(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation, ready for the next answer."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
         try:
             return list(
-                self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                self.tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
             )

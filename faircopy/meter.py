@@ -16,6 +16,7 @@ class Meter:
     rows_moved: int = 0  # keys and values copied to other slots
     pages_held: int = 0  # now
     pages_peak: int = 0
+    tokens_reused: int = 0  # prompt tokens found in the cache instead of computed
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0

@@ -30,6 +30,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._departed: list[Sequence] = []
         self.preemptions = 0
+        self.reused = 0  # tokens of newcomers that were known already
 
     @property
     def busy(self) -> bool:
@@ -101,7 +102,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int | None:
         """Let the first in the queue in, if its first chunk fits without taking from others; prompt tokens used."""
-        self._ledger.open(seq)
+        known = self._ledger.open(seq)
         upto, room = self._share(seq, chunk, wish)
         if not self._ledger.reserve(seq, upto + room):
             if self._running or not self._ledger.reserve(seq, upto):
@@ -109,6 +110,7 @@ class Scheduler:
                 return None
             room = 0
         self._running.append(self._waiting.pop(0))
+        self.reused += known
         return self._enter(batch, seq, upto, room)
 
     def _enter(self, batch: Batch, seq: Sequence, upto: int, room: int) -> int:

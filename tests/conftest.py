@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from transformers.utils import logging
 
 from tests.zoo import build
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not find out by waiting
 
 logging.disable_progress_bar()
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

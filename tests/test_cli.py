@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from faircopy import LLM, RequestError, SamplingParams, bundled, cli
+from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cli
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
 from faircopy.terminal.prompts import read_prompts
@@ -133,20 +134,81 @@ def test_a_bad_line_is_named(tmp_path: Path, content: str) -> None:
         read_prompts([], file)
 
 
-def test_a_conversation_remembers_and_computes_only_what_is_new() -> None:
-    llm = LLM(bundled.target(), draft=bundled.draft(), memory="64MiB")
-    first = "Tell me a story about a dog and a very long walk in the green park by the sea."
-    lines = iter([first, "And then?", "/reset", "Hi", "", "/quit"])
-    console = Console(record=True, width=100)
-    chat(llm, SamplingParams(max_tokens=40), read=lambda prompt: next(lines), console=console)
-    counts = [
-        tuple(int(word) for word in line.replace("(", " ").split() if word.isdigit())
-        for line in console.export_text().splitlines()
-        if line.endswith("computed)")
-    ]
-    assert len(counts) == 3
-    prompt = len(llm.chat_prompt([{"role": "user", "content": "And then?"}]))
-    assert counts[1][1] < prompt + 60 + 4 * 40, "the first turn was not fed again"
+def test_a_conversation_finds_its_earlier_turns_in_the_cache() -> None:
+    known = []
+    for reuse in (True, False):
+        llm = LLM(bundled.target(), draft=bundled.draft(), memory="64MiB", prefix_reuse=reuse)
+        first = "Tell me a story about a dog and a very long walk in the green park by the sea."
+        lines = iter([first, "And then?", "/reset", "Hi", "", "/quit"])
+        console = Console(record=True, width=100)
+        chat(llm, SamplingParams(max_tokens=40), read=lambda prompt, lines=lines: next(lines), console=console)
+        shown = [line for line in console.export_text().splitlines() if line.endswith("from the cache)")]
+        known.append([int(line.split(", ")[1].split()[0]) for line in shown])
+    assert known[1] == [0, 0, 0]
+    assert known[0][0] == known[0][2] == 0
+    assert known[0][1] >= 32, "the first turn is known in the second"
+
+
+def test_chat_without_a_template_is_refused_at_once(checkpoint: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        chat(LLM(checkpoint("llama"), memory="32MiB"), SamplingParams(), read=lambda prompt: "hi")
+
+
+@pytest.mark.parametrize("option", [("generate", "a", "--out"), ("audit", "a", "--html")])
+@pytest.mark.parametrize("path", ["/nowhere/x", "/tmp"])
+def test_a_file_that_cannot_be_written_is_refused_first(call, option: tuple[str, ...], path: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = call(*option, path)
+    assert (code, out) == (2, "")
+    assert "cannot be written" in err
+
+
+def test_the_audit_looks_at_every_prompt_of_the_users_own(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "p.txt"
+    file.write_text("".join(f"Tom had {n} boats\n" for n in range(40)))
+    small = ("--file", str(file), "--max-tokens", "2", "--batch", "8", "--k", "2", "--draft", "ngram", "--json")
+    code, out, _ = call("audit", *small)
+    assert (code, len(json.loads(out)["prompts"])) == (0, 40)
+    code, out, err = call("audit", *small, "--limit", "3")
+    assert (code, len(json.loads(out)["prompts"])) == (0, 3)
+    assert "3 of 40 prompts" in err
+    assert {f["verdict"] for run in json.loads(out)["runs"] for f in run["findings"]} == {"IDENTICAL"}
+
+
+def test_servers_and_models_are_audited_apart(call) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = call("audit", "a", "--url", "http://127.0.0.1:9", "--target", "x")
+    assert code == 2
+    assert "not both" in err
+
+
+def test_an_interruption_anywhere_is_one_line(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("faircopy.llm.load_model", interrupted)
+    for command in (("chat",), ("generate", "a"), ("audit",), ("demo",)):
+        code, _, err = call(*command)
+        assert (code, err.strip().splitlines()[-1]) == (1, "interrupted")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe broken", b"", b"\n \n"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, suffix: str) -> None:
+    file = tmp_path / f"p.{suffix}"
+    file.write_bytes(content)
+    with pytest.raises(RequestError, match=r"p\."):
+        read_prompts([], file)
+
+
+def test_lines_end_where_lines_end(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\n'.encode())
+    assert read_prompts([], file) == ["a\u2028b", "c"]
+
+
+def test_half_a_character_harms_no_other_prompt() -> None:
+    llm = LLM(bundled.target(), memory="64MiB")
+    outs = llm.generate(["Tom", "bad \ud800 x"], SamplingParams(max_tokens=3), errors="return")
+    assert [o.error is None for o in outs] == [True, False]
 
 
 def test_the_end_of_input_ends_a_conversation() -> None:

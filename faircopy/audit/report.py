@@ -127,7 +127,20 @@ class Report:
     def to_json(self) -> str:
         """Everything, with the totals first; from_json reads it back."""
         totals = {"passed": self.passed, "percentage": self.percentage, "identical": self.identical}
-        return json.dumps({**totals, "total": self.total, **asdict(self)}, indent=2, ensure_ascii=False)
+        content = {**totals, "total": self.total, **asdict(self)}
+        for run, written in zip(self.runs, content["runs"], strict=True):
+            for finding, line in zip(run.findings, written["findings"], strict=True):
+                line["verdict"] = finding.verdict
+        return json.dumps(content, indent=2, ensure_ascii=False)
+
+    def by_prompt(self) -> list[tuple[str, int, int]]:
+        """(prompt, runs in which its text was identical, runs) of every prompt."""
+        counts = [(0, 0)] * len(self.prompts)
+        for run in self.runs:
+            for finding in run.findings:
+                same, total = counts[finding.prompt]
+                counts[finding.prompt] = (same + finding.identical, total + 1)
+        return [(prompt, *count) for prompt, count in zip(self.prompts, counts, strict=True)]
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -165,6 +178,11 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
     console = console or Console()
     console.print(_table(report))
+    for prompt, same, total in report.by_prompt():
+        verdict = "IDENTICAL" if same == total else f"{total - same} of {total} DIFFER"
+        console.print(
+            Text(f"{verdict}  {prompt!r}", style="" if same == total else "red"), no_wrap=True, overflow="ellipsis"
+        )
     differences = report.differences()
     for run, finding, difference in differences[:SHOWN]:
         console.print(Text(f"\n{finding.verdict}  prompt {finding.prompt + 1}, {run.name}", style="bold red"))

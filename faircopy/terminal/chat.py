@@ -16,6 +16,7 @@ HELP = "/reset starts anew, /quit or Ctrl-D ends"
 def chat(llm: LLM, params: SamplingParams, read: Callable[[str], str] = input, console: Console | None = None) -> None:
     """Read a line, stream the answer, remember both."""
     console = console or Console(highlight=False)
+    llm.chat_prompt([{"role": "user", "content": ""}])  # a model without a chat template is refused here, not later
     console.print(HELP, style="dim")
     messages: list[dict[str, str]] = []
     while True:
@@ -44,9 +45,9 @@ def _turn(
     except KeyboardInterrupt:
         console.print(" (stopped)", style="dim", end="")
     except FaircopyError as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(f"{error} (or /reset)", style="red", markup=False)
         return None
     now = llm.metrics()
-    fed, written = now["tokens_fed"] - before["tokens_fed"], now["emitted"] - before["emitted"]
-    console.print(f"\n({written:.0f} tokens, {fed:.0f} computed)", style="dim")
+    written, known = (now[name] - before[name] for name in ("emitted", "tokens_reused"))
+    console.print(f"\n({written:.0f} tokens, {known:.0f} of the prompt from the cache)", style="dim")
     return [*messages, {"role": "assistant", "content": said}]

@@ -57,10 +57,11 @@ def watch(llm: LLM, prompts: list[str], params: SamplingParams, console: Console
     """Run the batch and show it growing."""
     seqs = [llm.engine.add(llm.request(prompt, params)) for prompt in prompts]
     texts = [_Coloured(llm, seq) for seq in seqs]
-    with Live(console=console, refresh_per_second=12, transient=False) as live:
+    with Live(console=console, refresh_per_second=12, transient=True) as live:
         while any(seq.finished is None for seq in seqs):
             llm.engine.step()
-            live.update(Group(*(text.panel() for text in texts), _legend()))
+            live.update(Group(*(text.last_line(console.width) for text in texts), _legend()))
+    console.print(Group(*(Panel(text.text(), padding=(0, 1)) for text in texts), _legend()))
 
 
 def measure(llm: LLM, name: str, prompts: list[str], params: SamplingParams, repeats: int = 3) -> Measure:
@@ -108,12 +109,18 @@ class _Coloured:
         self._reader = IncrementalText(llm.decode, seq.prompt)
         self._text = Text(llm.decode(list(seq.prompt)), style="dim")
 
-    def panel(self) -> Panel:
+    def last_line(self, width: int) -> Text:
+        """As much of the end as one line holds, so that all sequences are seen growing."""
+        line = self.text()[-(width - 2) :]
+        line.plain = line.plain.replace("\n", " ")
+        return line
+
+    def text(self) -> Text:
         for token, drafted in zip(self._seq.output[self._shown :], self._seq.origins[self._shown :], strict=True):
             self._reader.push(token)
             self._text.append(self._reader.release(), style=DRAFTED if drafted else OWN)
             self._shown += 1
-        return Panel(self._text, padding=(0, 1))
+        return self._text
 
 
 def choose_prompts(count: int = 8) -> list[str]:

@@ -17,6 +17,8 @@ def generate(llm: LLM, prompts: list[str], params: SamplingParams, out: Path | N
     """Answer all prompts; each is written as soon as it is finished. True if all were answered."""
     records: dict[int, dict[str, Any]] = {}
     console, good = Console(highlight=False), True
+    if out is not None:
+        out.write_text("")
     try:
         for index, answer in llm.answers(prompts, params):
             records[index] = record(index, answer)
@@ -26,14 +28,14 @@ def generate(llm: LLM, prompts: list[str], params: SamplingParams, out: Path | N
             elif out is None:
                 _show(console, answer)
             if out is not None:
-                with out.open("a" if len(records) > 1 else "w") as file:
+                with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(records[index]) + "\n")
     except KeyboardInterrupt:
         print(f"interrupted: {len(records)} of {len(prompts)} answers are kept", file=sys.stderr)
         good = False
     finally:
         if out is not None and records:
-            out.write_text("".join(json.dumps(records[index]) + "\n" for index in sorted(records)))
+            out.write_text("".join(json.dumps(records[index]) + "\n" for index in sorted(records)), encoding="utf-8")
     return good
 
 
@@ -53,11 +55,12 @@ def record(index: int, answer: Answer) -> dict[str, Any]:
 
 
 def _show(console: Console, answer: Answer) -> None:
+    if answer.error is not None:
+        Console(stderr=True).print(str(answer.error), style="red", markup=False, soft_wrap=True)
+        return
     console.print(str(answer.prompt), style="dim", end="", markup=False, soft_wrap=True)
     console.print(answer.text, markup=False, soft_wrap=True)
-    if answer.error is not None:
-        Console(stderr=True).print(str(answer.error), style="red", markup=False)
-    elif answer.drafted:
+    if answer.drafted:
         share = answer.accepted / answer.drafted
         console.print(
             f"[{answer.accepted} of {answer.drafted} drafts accepted, {share:.0%}]", style="dim", markup=False

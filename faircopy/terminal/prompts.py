@@ -16,21 +16,27 @@ def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
         return [*arguments, *(_read_file(file) if file is not None else [])]
     if sys.stdin.isatty():
         raise RequestError("prompts", "", "none given", "pass them as arguments, with --file, or on standard input")
-    return _lines(sys.stdin.read(), "standard input")
+    return _lines(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
 
 
 def _read_file(file: Path) -> list[str]:
     try:
-        content = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        content = _decode(file.read_bytes(), str(file))
+    except OSError as error:
         raise RequestError("--file", str(file), f"cannot be read ({error})", "pass a .txt or .jsonl file") from error
-    if file.suffix == ".jsonl":
-        return [_prompt_of(line, file, n) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
-    return _lines(content, str(file))
+    lines = _lines(content, str(file))
+    return [_prompt_of(line, file, n) for n, line in enumerate(lines, 1)] if file.suffix == ".jsonl" else lines
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError("prompts", name, f"not UTF-8 text ({error})", "convert it to UTF-8") from error
 
 
 def _lines(content: str, name: str) -> list[str]:
-    lines = [line for line in content.splitlines() if line.strip()]
+    lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]
     if not lines:
         raise RequestError("prompts", name, "empty", "write one prompt per line")
     return lines
