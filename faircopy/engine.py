@@ -46,15 +46,14 @@ class Engine:
     def add(self, request: Request) -> Sequence:
         """Queue a request; one that can never be served is refused here."""
         check_request(request, self.target.model, self.tables)
-        params, length = request.params, len(request.prompt)
-        context = self.target.model.context
+        params = request.params
         self._next_id += 1
         seq = Sequence(
             id=self._next_id,
             request=request,
             tokens=list(request.prompt),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos),
-            limit=context if params.max_tokens is None else min(context, length + params.max_tokens),
+            limit=token_limit(request, self.target.model),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
         )
         self.scheduler.add(seq)
@@ -73,7 +72,7 @@ class Engine:
             return []
         try:
             return self._run(batch)
-        except BaseException:  # an interrupt too: nothing was appended, so nothing may count as cached
+        except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
             self.scheduler.retreat(batch)
             raise
         finally:
@@ -125,7 +124,7 @@ def check_request(request: Request, model: Model, tables: Tables) -> None:
                 raise RequestError(name, token, f"not a token id below {model.vocab}", "use the model's own tokenizer")
     if request.k is not None and (not isinstance(request.k, int) or isinstance(request.k, bool) or request.k < 0):
         raise RequestError("k", request.k, "not a whole number of at least 0", "use 0 to decode without drafting")
-    limit = model.context if params.max_tokens is None else min(model.context, length + params.max_tokens)
+    limit = token_limit(request, model)
     if not tables.fits(limit):
         have = tables.pool.pages * tables.page
         raise OutOfPages(
@@ -134,6 +133,12 @@ def check_request(request: Request, model: Model, tables: Tables) -> None:
             f"with max_tokens it may need {limit} of {have} tokens of memory",
             "raise memory=, or lower max_tokens",
         )
+
+
+def token_limit(request: Request, model: Model) -> int:
+    """How long prompt and output may become together."""
+    most = request.params.max_tokens
+    return model.context if most is None else min(model.context, len(request.prompt) + most)
 
 
 def build_engine(
