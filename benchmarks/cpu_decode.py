@@ -1,4 +1,4 @@
-"""Plain exact decoding of a 100M-parameter model against transformers' generate(), same batch, one run.
+"""Plain and speculative decoding of a 100M-parameter model against transformers' generate(), same batch, one run.
 
 python -m benchmarks.cpu_decode [--tokens 48] [--repeats 3] [--threads 2] [--out FILE.json]
 """
@@ -57,8 +57,10 @@ def generate(model: LlamaForCausalLM, prompts: list[list[int]], tokens: int) -> 
     return out[:, longest:].tolist()
 
 
-def ours(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    return [a.token_ids for a in llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))]
+def ours(llm: LLM, prompts: list[list[int]], tokens: int, accepted: dict[str, float], name: str) -> list[list[int]]:
+    answers = llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    accepted[name] = round(sum(a.accepted for a in answers) / max(1, sum(a.drafted for a in answers)), 2)
+    return [a.token_ids for a in answers]
 
 
 def main() -> None:
@@ -75,6 +77,7 @@ def main() -> None:
         model.save_pretrained(whole)
         shorten(model, 2).save_pretrained(short)
         options = {"dtype": "float32", "memory": "1GiB", "prefix_reuse": False}
+        accepted: dict[str, float] = {}
         systems: dict[str, Callable[[list[list[int]], int], list[list[int]]]] = {
             "generate()": lambda p, n: generate(model, p, n),
         }
@@ -84,8 +87,11 @@ def main() -> None:
             "draft k=4, exact": LLM(whole, draft=short, k=4, **options),
             "draft k=4, exact=False": LLM(whole, draft=short, k=4, exact=False, **options),
         }.items():
-            systems[name] = lambda p, n, llm=llm: ours(llm, p, n)
-        rows = [row for batch in args.batches for row in compare(systems, batch, args.tokens, args.repeats)]
+            systems[name] = lambda p, n, llm=llm, name=name: ours(llm, p, n, accepted, name)
+        rows = []
+        for batch in args.batches:
+            for row in compare(systems, batch, args.tokens, args.repeats):
+                rows.append({**row, "acceptance": accepted.get(str(row["system"]), 0.0)})
     if args.out:
         write(args.out, {**vars(args), "shape": SHAPE}, rows)
 
