@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 from pathlib import Path
 
 from faircopy.errors import CheckpointError
@@ -11,7 +12,11 @@ from faircopy.errors import CheckpointError
 
 def folder() -> Path:
     """The folder with the bundled target, draft and held-out prompts."""
-    places = [Path(__file__).resolve().parents[1] / "models", Path(sys.prefix) / "share" / "faircopy" / "models"]
+    installed = {sysconfig.get_path("data", scheme) for scheme in sysconfig.get_scheme_names()}  # for all, for a user
+    places = [
+        Path(__file__).resolve().parents[1] / "models",
+        *(Path(data) / "share" / "faircopy" / "models" for data in (sys.prefix, *sorted(installed - {None}))),
+    ]
     for place in places:
         if (place / "target" / "config.json").exists():
             return place
