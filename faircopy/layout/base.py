@@ -71,5 +71,5 @@ class Layout(Cache, Protocol):
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Attention on the CPU runs in float32 whatever the model's type: its reduced kernels vary with the batch."""
+    """Attention on the CPU runs in float32 whatever the type: its 16-bit kernel may choose its way by the load."""
     return torch.float32 if device.type == "cpu" else dtype
