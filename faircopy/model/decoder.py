@@ -76,6 +76,8 @@ class _Layer:
 class Decoder:
     """A dense decoder over packed rows; exact if its products are."""
 
+    _product: Callable[..., Product] = staticmethod(product)
+
     def __init__(
         self, name: str, spec: Spec, tensors: Tensors, vocab: int, context: int, dtype: torch.dtype, exact: bool
     ) -> None:
@@ -85,10 +87,11 @@ class Decoder:
         self._embedding = self._need("model.embed_tokens.weight")
         self.device = self._embedding.device
         self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype, device=self.device)
+        self._multiplier_value = float(self._multiplier)  # as the type rounds it
         self._layers = [self._layer(i) for i in range(len(spec.windows))]
         self._norm = self._norm_weight("model.norm.weight")
         head = tensors("lm_head.weight")
-        self._head = product(self._embedding if head is None else head, tensors("lm_head.bias"), exact)
+        self._head = self._product(self._embedding if head is None else head, tensors("lm_head.bias"), exact)
         self._rope = rope_table(spec.frequencies, context, spec.rope_factor, dtype).to(self.device)
         group = spec.heads // spec.kv_heads
         self.layers = [LayerShape(spec.kv_heads, spec.head_dim, window, group) for window in spec.windows]
@@ -158,7 +161,7 @@ class Decoder:
         bias = None
         if any(b is not None for b in biases):
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
-        return product(torch.cat(weights), bias, self._exact)
+        return self._product(torch.cat(weights), bias, self._exact)
 
     def _qk_norm(self, at: str) -> Tensor | None:
         q, k = self._tensors(at + "q_norm.weight"), self._tensors(at + "k_norm.weight")

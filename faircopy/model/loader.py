@@ -14,7 +14,7 @@ from torch import Tensor
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.model.base import Model
-from faircopy.model.decoder import FAMILIES, Decoder, decoder_spec, head_size
+from faircopy.model.decoder import FAMILIES, Decoder, Tensors, decoder_spec, head_size
 
 Door = Literal["auto", "decoder", "universal"]
 
@@ -86,8 +86,34 @@ def fits_decoder(config: Any) -> bool:
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     tensors = _Tensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    spec = decoder_spec(config, *_rope(config))
-    return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
+    return build_decoder(name, config, _rope(config), tensors, dtype, device, exact)
+
+
+def build_decoder(
+    name: str,
+    config: Any,
+    rope: tuple[Tensor, float],
+    tensors: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: bool,
+) -> Model:
+    """Our decoder around these tensors; made of kernels on devices that have them."""
+    spec, size, context = decoder_spec(config, *rope), config.vocab_size, config.max_position_embeddings
+    fused = _fused_decoder(device)
+    if fused is None:
+        return Decoder(name, spec, tensors, size, context, dtype, exact)
+    return fused(name, spec, tensors, size, context, dtype, exact, config.hidden_act)  # type: ignore[no-any-return]
+
+
+def _fused_decoder(device: torch.device) -> Any | None:
+    if device.type != "cuda":
+        return None
+    try:
+        from faircopy.model.fused import Fused
+    except ImportError:  # torch came without Triton
+        return None
+    return Fused
 
 
 def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:

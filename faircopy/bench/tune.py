@@ -1,0 +1,155 @@
+"""Find the fastest tile per weight shape and number of rows, and write the table the kernels read.
+
+Run by hand for a class of devices, committed, and never run again by itself: the split of K it fixes decides bits.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from faircopy.bench.timing import graph_ms
+from faircopy.kernels.gpu.linear import Linear
+from faircopy.kernels.gpu.tables import Plan, Tile, as_entry, span_length
+
+# Rows timed for each bucket: what decoding, verifying and reading prompts really bring. The others use the next one.
+ROWS = {16: 8, 64: 48, 256: 192, 512: 384, 4096: 8192}
+FEW = (16, 64)  # the buckets that choose the split: elsewhere it costs the same
+SPLITS = (1, 2, 4, 8)
+COLD = 256 << 20  # weights rotate through more bytes than the cache holds
+
+
+def candidates(rows: int, gated: bool) -> list[Tile]:
+    """Tiles worth trying for this many rows."""
+    found = []
+    if rows <= 64:
+        height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        widths = (16, 32, 64) if gated else (16, 32, 64, 128)
+        for bn, bk, stages in product(widths, (64, 128, 256), (3, 5)):
+            size = stages * bk * (height + bn * (2 if gated else 1)) * 2
+            if 24 << 10 <= size <= 200 << 10:
+                found.append(Tile(height, bn, bk, 4, stages))
+    if rows > 32:
+        for (bm, bn), stages, warps in product(((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (64, 256)), (3, 4), (4, 8)):
+            if gated and bn > 128:
+                continue
+            size = stages * 64 * (bm + bn * (2 if gated else 1)) * 2
+            heavy = bm * bn * (2 if gated else 1) > 128 * 128 and warps == 4
+            if size <= 220 << 10 and not heavy and bm <= 2 * rows:
+                found += [Tile(bm, bn, 64, warps, stages, 0, True, resident) for resident in ((1, 2) if rows <= 512 else (1,))]
+    return found
+
+
+def compile_all(tiles: Iterable[tuple[Tile, bool]], processes: int = 12) -> None:
+    """Fill the compiler's cache from many processes at once; a tile that does not compile is found out later."""
+    jobs = list(dict.fromkeys(tiles))
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for _ in tqdm(pool.imap_unordered(_compile, jobs, 1), total=len(jobs), desc="compile"):
+            pass
+
+
+def _compile(job: tuple[Tile, bool]) -> None:
+    tile, gated = job
+    layer = Linear(torch.zeros(512, 2048, dtype=torch.bfloat16, device="cuda"))
+    x = torch.zeros(8, 2048, dtype=torch.bfloat16, device="cuda")
+    try:
+        if gated:
+            _run(layer, x, tile, True)
+        else:
+            for split in (1, 2):
+                _run(_planned(layer, split), x, tile, False)
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(tile, gated, str(error)[:200])
+
+
+def _planned(layer: Linear, split: int) -> Linear:
+    layer.plan = Plan(split, shape=(layer.outputs, layer.inner))
+    return layer
+
+
+def _run(layer: Linear, x: Tensor, tile: Tile, gated: bool) -> Tensor:
+    if gated:
+        outputs = layer.outputs // 2
+        return layer._wide(x, tile, "silu", outputs) if tile.wide else layer._narrow(x, tile, "silu", outputs, 1, x.dtype)[0]
+    if tile.wide:
+        return layer._wide(x, tile, "none", layer.outputs)
+    split = layer.plan.split
+    return layer._narrow(x, tile, "none", layer.outputs, split, x.dtype if split == 1 else torch.float32)
+
+
+class Bench:
+    """Copies of one weight shape, more than the cache holds."""
+
+    def __init__(self, outputs: int, inner: int) -> None:
+        copies = min(16, max(2, COLD // (outputs * inner * 2)))
+        weights = torch.randn(copies, outputs, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+        self.layers = [Linear(weight) for weight in weights]
+
+    def seconds(self, x: Tensor, tile: Tile, gated: bool, split: int) -> float:
+        for layer in self.layers:
+            _planned(layer, split)
+        return graph_ms(lambda: [_run(layer, x, tile, gated) for layer in self.layers], 5) / len(self.layers) * 1e-3
+
+    def library(self, x: Tensor) -> float:
+        return graph_ms(lambda: [x @ layer.weight.T for layer in self.layers], 5) / len(self.layers) * 1e-3
+
+
+def tune_shape(outputs: int, inner: int, gated: bool, about: tuple[int, ...] = tuple(ROWS)) -> dict[str, Any]:
+    """One entry of the table, with the seconds that chose it and cuBLAS's beside them."""
+    bench = Bench(outputs, inner)
+    allowed = [1] if gated else [s for s in SPLITS if s == 1 or span_length(inner, s) >= 256]
+    few = {(b, s): _fastest(bench, b, gated, s) for b in FEW for s in allowed}
+    split = min(allowed, key=lambda s: sum(few[b, s][0] + _adding(b, s, outputs, few[b, s][1]) for b in FEW))
+    chosen = {b: few[b, split] if b in FEW else _fastest(bench, b, gated, split) for b in about}
+    return {
+        "split": split,
+        "gated" if gated else "plain": {str(b): as_entry(tile) for b, (_, tile) in chosen.items()},
+        "microseconds": {str(b): round(s * 1e6, 2) for b, (s, _) in chosen.items()},
+        "cublas": {str(b): round(bench.library(_rows(b, inner)) * 1e6, 2) for b in about},
+        "splits": {f"{b} rows, split {s}": round(seconds * 1e6, 2) for (b, s), (seconds, _) in few.items()},
+    }
+
+
+def _rows(bucket: int, inner: int) -> Tensor:
+    return torch.randn(ROWS[bucket], inner, device="cuda", dtype=torch.bfloat16)
+
+
+def _fastest(bench: Bench, bucket: int, gated: bool, split: int) -> tuple[float, Tile]:
+    x = _rows(bucket, bench.layers[0].inner)
+    timed = [(bench_or_never(bench, x, tile, gated, split), tile) for tile in candidates(ROWS[bucket], gated)]
+    return min(timed, key=lambda pair: pair[0])
+
+
+def bench_or_never(bench: Bench, x: Tensor, tile: Tile, gated: bool, split: int) -> float:
+    """A tile too large for the chip never wins."""
+    if tile.wide and not gated and span_length(bench.layers[0].inner, split) % tile.bk:
+        return float("inf")
+    try:
+        return bench.seconds(x, tile, gated, split)
+    except Exception:
+        return float("inf")
+
+
+def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
+    """What the reader of unadded spans pays more."""
+    return 0.0 if split == 1 or tile.wide else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
+
+
+def write_table(file: Path, shapes: dict[str, Any], about: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = ("split", "plain", "gated")
+    slim = {shape: {name: entry[name] for name in kept if name in entry} for shape, entry in shapes.items()}
+    lines = ",\n".join(f"  {json.dumps(shape)}: {json.dumps(entry)}" for shape, entry in slim.items())
+    file.write_text(f'{{"about": {json.dumps(about)},\n "shapes": {{\n{lines}\n }}}}\n')
+
+
+__all__ = ["candidates", "compile_all", "tune_shape", "write_table"]
