@@ -63,8 +63,9 @@ def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
         parts = layer._narrow(x, Tile(16, 32, 64), "none", outputs, split, torch.float32)
         worst = max(worst, distance(parts, reference), distance(linear.add_spans(parts, dtype), reference.sum(0)))
     if layer.wide_enough(x):
-        out = layer._wide(x, Tile(64, 32, 64, wide=True), "none", outputs)
-        worst = max(worst, distance(out, linear.parts_twin(x, w, bias, 1)[0]))
+        many, tiles = _random(device, 150, inner, dtype=dtype), [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
+        outs = [layer._wide(many, tile, "none", outputs) for tile in tiles]
+        worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
     return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
 
 
@@ -76,7 +77,8 @@ def _gated(device: torch.device, dtype: torch.dtype) -> float:
         reference = linear.gated_twin(linear.parts_twin(x, w, None, 1)[0].to(dtype), kind)
         worst = max(worst, distance(layer.gated(x, kind), reference))
         if layer.wide_enough(x):
-            worst = max(worst, distance(layer._wide(x, Tile(64, 32, 64, wide=True), kind, 64), reference))
+            tiles = [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
+            worst = max(worst, *(distance(layer._wide(x, tile, kind, 64), reference) for tile in tiles))
     return worst
 
 

@@ -38,14 +38,24 @@ def candidates(rows: int, gated: bool) -> list[Tile]:
             if 24 << 10 <= size <= 200 << 10:
                 found.append(Tile(height, bn, bk, 4, stages))
     if rows > 32:
-        for (bm, bn), stages, warps in product(((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (64, 256)), (3, 4), (4, 8)):
-            if gated and bn > 128:
-                continue
-            size = stages * 64 * (bm + bn * (2 if gated else 1)) * 2
-            heavy = bm * bn * (2 if gated else 1) > 128 * 128 and warps == 4
-            if size <= 220 << 10 and not heavy and bm <= 2 * rows:
-                found += [Tile(bm, bn, 64, warps, stages, 0, True, resident) for resident in ((1, 2) if rows <= 512 else (1,))]
+        for (bm, high), bn, stages, warps in product(_HEIGHTS, (64, 128, 256), (3, 4), (4, 8)):
+            found += _wide_tiles(rows, bm, high, bn, stages, warps, gated)
     return found
+
+
+_HEIGHTS = ((64, 1), (64, 2), (64, 3), (128, 1), (128, 2), (128, 3))
+
+
+def _wide_tiles(rows: int, bm: int, high: int, bn: int, stages: int, warps: int, gated: bool) -> list[Tile]:
+    """The tile, if it fits a processor and wastes less than half of its rows."""
+    width = bn * (2 if gated else 1)
+    numbers = bm * high * width // (32 * warps)  # registers a thread spends on sums
+    size = stages * 64 * (bm * high + width) * 2
+    waste = -(-rows // (bm * high)) * bm * high / rows
+    if size > 220 << 10 or not 16 <= numbers <= 200 or waste >= 1.5 or (rows > 1000 and numbers < 64):
+        return []
+    residents = (1, 2) if size <= 110 << 10 and numbers <= 96 else (1,)
+    return [Tile(bm, bn, 64, warps, stages, 0, True, resident, high) for resident in residents]
 
 
 def compile_all(tiles: Iterable[tuple[Tile, bool]], processes: int = 12) -> None:

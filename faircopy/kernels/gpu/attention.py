@@ -51,6 +51,7 @@ class PagePlan:
     blocks: int  # key blocks of the longest sequence, at most
     bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: no trees
     paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
+    even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
 
 
 def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
@@ -62,6 +63,7 @@ def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blo
     for n, (lane, cut) in enumerate(cuts):
         rows[n, : len(cut)] = cut
         paths[n, : len(lane.path)] = lane.path
+    even = _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
     numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32)
     tree = any(len(lane.path) for lane in lanes)
 
@@ -70,8 +72,15 @@ def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blo
 
     return PagePlan(
         sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
-        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None,
+        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, 0 if tree else even,
     )  # fmt: skip
+
+
+def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
+    """Rows per sequence, if all have the same number, one tile each, in order."""
+    count = len(tiles[0][1])
+    regular = [(n, list(range(n * count, (n + 1) * count))) for n in range(seqs)]
+    return count if tiles == regular else 0
 
 
 def block_length(dim: int) -> int:
@@ -134,7 +143,7 @@ def _attend(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, bases, paths, positions, sinks,
     scale, cap, window, width, blocks,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLITS: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -146,17 +155,21 @@ def _attend(
     token, heads = places // GROUP, head * GROUP + places % GROUP
     dims = tl.arange(0, DP)
     begin(PDL)
-    row = tl.load(rows + tile * Q + token, mask=token < Q, other=-1)
+    if EVEN:
+        row = tl.where(token < EVEN, tile * EVEN + token, -1)
+        seq, first, end = tile, 0, END_
+    else:
+        row = tl.load(rows + tile * Q + token, mask=token < Q, other=-1)
+        seq, first, end = tl.load(seqs + tile), tl.load(ranges + 2 * tile), tl.load(ranges + 2 * tile + 1)
     live = row >= 0
     position = tl.load(positions + row, mask=live, other=-1)
-    first = tl.load(ranges + 2 * tile)
-    stop = tl.minimum(tl.load(ranges + 2 * tile + 1), tl.max(position, 0) // BN + 1)
+    stop = tl.minimum(end, tl.max(position, 0) // BN + 1)
     if WINDOWED:
         lowest = tl.min(tl.where(live, position, END_), 0)
         first = tl.maximum(first, tl.maximum(lowest - window + 1, 0) // BN)
     if first + split >= stop:
         return
-    table = tables + tl.load(seqs + tile).to(tl.int64) * width
+    table = tables + seq.to(tl.int64) * width
     base = 0
     path = paths
     if TREE:
@@ -277,7 +290,7 @@ def attend_pages(
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
         positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.shape[1], plan.blocks,
-        KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, CAPPED=softcap > 0, TREE=tree,
+        KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
         PRECISE=q.dtype == torch.float32, num_warps=4 if bm < 64 else 8, num_stages=2, **common,
     )  # fmt: skip
     if tree:

@@ -15,10 +15,13 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel's blocks come up now, and wait for everything the one before has written."""
+    """Wait for everything the kernel before has written, then let the next one's blocks come up.
+
+    In this order: blocks that wait hold on to their share of a processor, so no more than one kernel may wait.
+    """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @cache

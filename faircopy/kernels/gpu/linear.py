@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.gpu import tables
-from faircopy.kernels.gpu.launch import INTERPRETED, options, processors
+from faircopy.kernels.gpu.launch import INTERPRETED, begin, options, processors
 from faircopy.kernels.gpu.tables import GRAIN, Tile, span_length
 
 
@@ -77,7 +77,6 @@ def _narrow(
     first = span * SPAN
     last = tl.minimum(first + SPAN, K)
     if PDL:
-        gdc_launch_dependents()
         if AHEAD:
             _fetch(w, cols, N, K, first, AHEAD, BN)
         gdc_wait()
@@ -110,67 +109,141 @@ def _narrow(
         y = _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK, EVEN, PRECISE)
         if BIASED and span == 0:
             y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        gdc_launch_dependents()
     where = out + (span * M + rows)[:, None].to(tl.int64) * N + cols[None, :]
     tl.store(where, y.to(kind), mask=inside)
+
+
+@triton.jit
+def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr):
+    """Up to three tiles of rows that share each tile of weights."""
+    for k in range(first, last, BK):
+        b = w.load([col, k]).T
+        a0 = tl.dot(x.load([row, k]), b, a0)
+        if HIGH > 1:
+            a1 = tl.dot(x.load([row + BM, k]), b, a1)
+        if HIGH > 2:
+            a2 = tl.dot(x.load([row + 2 * BM, k]), b, a2)
+    return a0, a1, a2
+
+
+@triton.jit
+def _biased(y, bias, first, cols, N, BIASED: tl.constexpr):
+    if BIASED:
+        y += tl.load(bias + first + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _put(out, y, row, cols, M, N, BM: tl.constexpr):
+    rows = row + tl.arange(0, BM)
+    where = out + rows[:, None].to(tl.int64) * N + cols[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+@triton.jit
+def _put_gated(out, gate, up, bias, row, cols, M, N, BM: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr):
+    kind = out.dtype.element_ty
+    gate, up = _biased(gate, bias, 0, cols, N, BIASED), _biased(up, bias, N, cols, N, BIASED)
+    y = activated(gate.to(kind).to(tl.float32), GATE).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    _put(out, y, row, cols, M, N, BM)
 
 
 @triton.jit(do_not_specialize=["M", "SPLIT", "GRID"])
 def _wide(
     x, w, bias, out, M, N, K, SPAN, SPLIT, GRID,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr,
-    GATE: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr,
+    BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Many rows: tensor descriptors, a grid that stays, spans added in order inside the block."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    kind = out.dtype.element_ty
+    tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, GRID):
-        per_group = GROUP * tiles_n
-        group = tile // per_group
-        height = tl.minimum(tiles_m - group * GROUP, GROUP)
-        tile_m = group * GROUP + (tile % per_group) % height
-        tile_n = (tile % per_group) // height
-        row, col = tile_m * BM, tile_n * BN
+        row, col = _place_tile(tile, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
         cols = col + tl.arange(0, BN)
-        if GATE != "none":
-            gate = tl.zeros((BM, BN), tl.float32)
-            up = tl.zeros((BM, BN), tl.float32)
-            for k in range(0, K, BK):
-                a = x.load([row, k])
-                gate = tl.dot(a, w.load([col, k]).T, gate)
-                up = tl.dot(a, w.load([N + col, k]).T, up)
-            if BIASED:
-                gate += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-            y = activated(gate.to(kind).to(tl.float32), GATE).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-        elif not SPANS:
-            y = tl.zeros((BM, BN), tl.float32)
-            for k in range(0, K, BK):
-                y = tl.dot(x.load([row, k]), w.load([col, k]).T, y)
-            if BIASED:
-                y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        else:
-            y = tl.zeros((BM, BN), tl.float32)
+        a0 = tl.zeros((BM, BN), tl.float32)
+        a1, a2 = a0, a0
+        if SPANS:
             for span in range(SPLIT):
-                acc = tl.zeros((BM, BN), tl.float32)
-                for k in range(span * SPAN, tl.minimum((span + 1) * SPAN, K), BK):
-                    acc = tl.dot(x.load([row, k]), w.load([col, k]).T, acc)
+                b0 = tl.zeros((BM, BN), tl.float32)
+                b1, b2 = b0, b0
+                last = tl.minimum((span + 1) * SPAN, K)
+                b0, b1, b2 = _sweep(b0, b1, b2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
                 if BIASED and span == 0:
-                    acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-                y += acc
-        rows = row + tl.arange(0, BM)
-        where = out + rows[:, None].to(tl.int64) * N + cols[None, :]
-        tl.store(where, y.to(kind), mask=(rows[:, None] < M) & (cols[None, :] < N))
+                    b0 = _biased(b0, bias, 0, cols, N, True)
+                    b1 = _biased(b1, bias, 0, cols, N, True)
+                    b2 = _biased(b2, bias, 0, cols, N, True)
+                a0 += b0
+                if HIGH > 1:
+                    a1 += b1
+                if HIGH > 2:
+                    a2 += b2
+        else:
+            a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, 0, K, BM, BK, HIGH)
+            a0 = _biased(a0, bias, 0, cols, N, BIASED)
+            a1 = _biased(a1, bias, 0, cols, N, BIASED)
+            a2 = _biased(a2, bias, 0, cols, N, BIASED)
+        _put(out, a0, row, cols, M, N, BM)
+        if HIGH > 1:
+            _put(out, a1, row + BM, cols, M, N, BM)
+        if HIGH > 2:
+            _put(out, a2, row + 2 * BM, cols, M, N, BM)
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["M", "GRID"])
+def _wide_gated(
+    x, w, bias, out, M, N, K, GRID,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
+    BIASED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for gated products: columns n and N + n belong together."""
+    if PDL:
+        gdc_wait()
+    tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, GRID):
+        row, col = _place_tile(tile, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
+        cols = col + tl.arange(0, BN)
+        g0 = tl.zeros((BM, BN), tl.float32)
+        g1, g2, u0, u1, u2 = g0, g0, g0, g0, g0
+        for k in range(0, K, BK):
+            gate, up = w.load([col, k]).T, w.load([N + col, k]).T
+            a = x.load([row, k])
+            g0 = tl.dot(a, gate, g0)
+            u0 = tl.dot(a, up, u0)
+            if HIGH > 1:
+                a = x.load([row + BM, k])
+                g1 = tl.dot(a, gate, g1)
+                u1 = tl.dot(a, up, u1)
+            if HIGH > 2:
+                a = x.load([row + 2 * BM, k])
+                g2 = tl.dot(a, gate, g2)
+                u2 = tl.dot(a, up, u2)
+        _put_gated(out, g0, u0, bias, row, cols, M, N, BM, GATE, BIASED)
+        if HIGH > 1:
+            _put_gated(out, g1, u1, bias, row + BM, cols, M, N, BM, GATE, BIASED)
+        if HIGH > 2:
+            _put_gated(out, g2, u2, bias, row + 2 * BM, cols, M, N, BM, GATE, BIASED)
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _place_tile(tile, tiles_m, tiles_n, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of a tile; neighbours in time share weights."""
+    per_group = GROUP * tiles_n
+    group = tile // per_group
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    return (group * GROUP + (tile % per_group) % height) * HEIGHT, (tile % per_group) // height * WIDTH
 
 
 @triton.jit(do_not_specialize=["size"])
 def _add_spans(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for span in range(SPLIT):
         total += tl.load(parts + span * size.to(tl.int64) + at, mask=at < size, other=0.0)
@@ -229,15 +302,20 @@ class Linear:
         return out
 
     def _wide(self, x: Tensor, t: Tile, gate: str, outputs: int) -> Tensor:
-        rows, split = x.shape[0], 1 if gate != "none" else self.plan.split
-        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-        grid = min(processors(x.device) * t.resident, -(-rows // t.bm) * -(-outputs // t.bn))
-        _wide[(grid,)](
-            TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk]), self._descriptor(t.bn, t.bk), self.bias, out, rows,
-            outputs, self.inner, span_length(self.inner, split), split, grid,
-            BM=t.bm, BN=t.bn, BK=t.bk, GROUP=8, SPANS=split > 1, GATE=gate, BIASED=self.bias is not None, num_warps=t.warps, num_stages=t.stages,
-            **options(x.device),
+        rows, device = x.shape[0], x.device
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=device)
+        grid = min(processors(device) * t.resident, -(-rows // (t.bm * t.high)) * -(-outputs // t.bn))
+        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
+        common = dict(
+            BM=t.bm, BN=t.bn, BK=t.bk, HIGH=t.high, GROUP=8, BIASED=self.bias is not None,
+            num_warps=t.warps, num_stages=t.stages, **options(device),
         )  # fmt: skip
+        given = (source, self._descriptor(t.bn, t.bk), self.bias, out, rows, outputs, self.inner)
+        if gate == "none":
+            split = self.plan.split
+            _wide[(grid,)](*given, span_length(self.inner, split), split, grid, SPANS=split > 1, **common)
+        else:
+            _wide_gated[(grid,)](*given, grid, GATE=gate, **common)
         return out
 
     def _descriptor(self, bn: int, bk: int) -> TensorDescriptor:

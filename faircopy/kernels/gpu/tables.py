@@ -29,6 +29,7 @@ class Tile:
     ahead: int = 0  # lines of 64 weights per column asked for before the kernel ahead has ended
     wide: bool = False  # tensor descriptors and a grid that stays
     resident: int = 1  # blocks per processor of that grid
+    high: int = 1  # tiles of rows that share a tile of weights, up to three
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,13 @@ def plan(device: torch.device, outputs: int, inner: int) -> Plan:
     known = read(device_class(device)).get(f"{outputs}x{inner}")
     if known is None:
         return Plan(default_split(outputs, inner), shape=(outputs, inner))
-    tiles = ({int(rows): Tile(*values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated"))
+    tiles = ({int(rows): _tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated"))
     return Plan(known["split"], *tiles, shape=(outputs, inner))
+
+
+def _tile(values: list[int]) -> Tile:
+    bm, bn, bk, warps, stages, ahead, wide, resident, high = values
+    return Tile(bm, bn, bk, warps, stages, ahead, bool(wide), resident, high)
 
 
 @cache
