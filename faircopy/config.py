@@ -33,6 +33,7 @@ class EngineConfig:
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: a quarter of what is free
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
+    graphs: bool = True  # on a GPU: capture the steady state
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
 
@@ -44,7 +45,7 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse"):
+        for name in ("exact", "prefix_reuse", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
 

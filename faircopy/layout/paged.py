@@ -41,9 +41,9 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self._trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
+        self.trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
         kind = cache_dtype(dtype, device)
-        shapes = [(self._trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
+        shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
         self._values = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
@@ -175,7 +175,7 @@ class PagedLayout:
 
     def _plans(self, lanes: list[Lane], size: int) -> dict[tuple[int, int], Any]:
         return {
-            (window, group): plan_attention(lanes, size, window, group, self._trash, self.device, self.exact)
+            (window, group): plan_attention(lanes, size, window, group, self.trash, self.device, self.exact)
             for window, group in self._kinds
         }
 
@@ -183,7 +183,7 @@ class PagedLayout:
         from faircopy.kernels.gpu.attention import block_length, plan_pages
 
         tables = [self.tables.table(seq) for seq in batch.seqs]
-        grid = np.full((len(tables), max(map(len, tables))), self._trash // self.tables.page, np.int32)
+        grid = np.full((len(tables), max(map(len, tables))), self.trash // self.tables.page, np.int32)
         for row, table in zip(grid, tables, strict=True):
             row[: len(table)] = table
         blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))

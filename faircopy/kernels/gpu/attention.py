@@ -76,6 +76,15 @@ def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blo
     )  # fmt: skip
 
 
+def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
+    """The same number of rows for each sequence, whatever their lengths will be: a plan that can be captured."""
+    blocks = -(-context // block_length(dim))
+    height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
+    ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
+    seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
+    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
+
+
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
     """Rows per sequence, if all have the same number, one tile each, in order."""
     count = len(tiles[0][1])
@@ -289,7 +298,7 @@ def attend_pages(
     bm = power(height * (heads // kv), 16)
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
-        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.shape[1], plan.blocks,
+        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks,
         KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
         PRECISE=q.dtype == torch.float32, num_warps=4 if bm < 64 else 8, num_stages=2, **common,
     )  # fmt: skip

@@ -43,6 +43,7 @@ class Feed:
     keys: Tensor  # [B, W] int64, for the token after each place
     heat: Tensor  # [B, W] float32: temperatures
     before: Tensor  # [3, B, 2] int64: ids, positions, slots of the last two tokens, for a draft model to catch up
+    columns: Tensor  # [2, W, B] int64: positions and slots once more, column by column
 
     @classmethod
     def empty(cls, size: int, width: int, device: torch.device) -> Feed:
@@ -51,7 +52,8 @@ class Feed:
 
         ints, longs = torch.int32, torch.int64
         before = torch.zeros(3, size, 2, dtype=longs, device=device)
-        return cls(table(ints), table(ints), table(longs), table(longs), table(torch.float32), before)
+        columns = torch.zeros(2, width, size, dtype=longs, device=device)
+        return cls(table(ints), table(ints), table(longs), table(longs), table(torch.float32), before, columns)
 
 
 @triton.jit
@@ -62,9 +64,9 @@ def _slot(table, position, limit, inside, trash, PAGE: tl.constexpr):
     return tl.where(real, page * PAGE + position % PAGE, trash)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _prepare(
-    control, lengths, history, ids, positions, slots, keys, heat, before, columns, reach, trash, size,
+    control, lengths, history, ids, positions, slots, keys, heat, before, lanes, columns, reach, trash, size,
     W: tl.constexpr, WP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -80,7 +82,10 @@ def _prepare(
     inside = at < W
     position = n - 1 + at
     tl.store(positions + b * W + at, position, mask=inside)
-    tl.store(slots + b * W + at, _slot(line + 7, position, limit, inside, trash, PAGE), mask=inside)
+    slot = _slot(line + 7, position, limit, inside, trash, PAGE)
+    tl.store(slots + b * W + at, slot, mask=inside)
+    tl.store(lanes + at * size + b, position.to(tl.int64), mask=inside)
+    tl.store(lanes + (W + at) * size + b, slot, mask=inside)
     noise = mix(mix(mix(seed ^ (position + 1).to(tl.uint64))))
     tl.store(keys + b * W + at, noise.to(tl.int64, bitcast=True), mask=inside)
     tl.store(heat + b * W + at, tl.full((WP,), 0.0, tl.float32) + heated, mask=inside)
@@ -155,7 +160,7 @@ def prepare(slots: Slots, feed: Feed, page: int, trash: int) -> None:
     size, width = feed.ids.shape
     _prepare[(size,)](
         slots.control, slots.lengths, slots.history, feed.ids, feed.positions, feed.slots, feed.keys, feed.heat,
-        feed.before, slots.control.stride(0), slots.history.stride(0), trash, size,
+        feed.before, feed.columns, slots.control.stride(0), slots.history.stride(0), trash, size,
         W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(feed.ids.device),
     )  # fmt: skip
 
@@ -171,6 +176,7 @@ def prepare_twin(slots: Slots, feed: Feed, page: int, trash: int) -> None:
             feed.positions[b, j] = n - 1 + j
             feed.slots[b, j] = _slot_twin(row, n - 1 + j, page, trash)
             feed.keys[b, j] = _as_signed(_key_twin(seed, n + j))
+        feed.columns[0, :, b], feed.columns[1, :, b] = feed.positions[b], feed.slots[b]
         for j, back in enumerate((n - 2, n - 1)):
             place = max(back, 0)
             numbers = [int(slots.history[b, place]), place, _slot_twin(row, back, page, trash)]
