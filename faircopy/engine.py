@@ -17,6 +17,7 @@ from faircopy.meter import Meter
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
 from faircopy.plan.length import FixedLength
+from faircopy.plan.room import pass_bytes
 from faircopy.scheduler import Scheduler, Wish
 from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
@@ -194,10 +195,11 @@ def build_engine(
     models = [target] if draft is None else [target, draft]
     tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
     runner = _runner(target, tables, config, suite)
-    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, config.chunk)
+    chunk = config.chunk_on(target.device)
+    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, chunk)
     sampled = config.verifier == "rejection"
     if draft is not None:
-        drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, config.chunk, sampled)
+        drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     replay = None if sampled or not config.graphs else build_replay(runner, drafter, tables, config)
@@ -222,7 +224,10 @@ def page_count(models: list[Model], config: EngineConfig) -> int:
     """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
     useful = config.max_batch * -(-models[0].context // config.page)
-    pages = min(config.cache_bytes() // max(1, per_page), useful)
+    device = models[0].device
+    measured = config.memory is None and device.type == "cuda"
+    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in models) if measured else 0
+    pages = min(config.cache_bytes(device, passes) // max(1, per_page), useful)
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages

@@ -113,13 +113,24 @@ class Bench:
         return graph_ms(lambda: [x @ layer.weight.T for layer in self.layers], 5) / len(self.layers) * 1e-3
 
 
-def tune_shape(outputs: int, inner: int, gated: bool, about: tuple[int, ...] = tuple(ROWS)) -> dict[str, Any]:
-    """One entry of the table, with the seconds that chose it and cuBLAS's beside them."""
+def tune_shape(
+    outputs: int, inner: int, gated: bool, about: tuple[int, ...] = tuple(ROWS), split: int | None = None
+) -> dict[str, Any]:
+    """One entry of the table, with the seconds that chose it and cuBLAS's beside them; split: keep this one."""
     bench = Bench(outputs, inner)
     allowed = [1] if gated else [s for s in SPLITS if s == 1 or span_length(inner, s) >= 256]
+    if split is not None:
+        return _entry(bench, gated, about, split, {})
     few = {(b, s): _fastest(bench, b, gated, s) for b in FEW for s in allowed}
     split = min(allowed, key=lambda s: sum(few[b, s][0] + _adding(b, s, outputs, few[b, s][1]) for b in FEW))
-    chosen = {b: few[b, split] if b in FEW else _fastest(bench, b, gated, split) for b in about}
+    return _entry(bench, gated, about, split, few)
+
+
+def _entry(
+    bench: Bench, gated: bool, about: tuple[int, ...], split: int, few: dict[tuple[int, int], tuple[float, Tile]]
+) -> dict[str, Any]:
+    inner = bench.layers[0].inner
+    chosen = {b: few.get((b, split)) or _fastest(bench, b, gated, split) for b in about}
     return {
         "split": split,
         "gated" if gated else "plain": {str(b): as_entry(tile) for b, (_, tile) in chosen.items()},
