@@ -124,6 +124,7 @@ class Replay:
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
         self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
+        self._alive: list[Callable[[], None]] = []
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         pinned = self._graphs
         self._controls = [torch.zeros(self._slots.control.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
@@ -236,6 +237,7 @@ class Replay:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
+        self._alive.append(run)  # it holds the tensors the graph reads
         return graph.replay
 
     def _write_control(self, space: Space, seats: dict[Sequence, int], widths: list[int], fresh: bool) -> None:

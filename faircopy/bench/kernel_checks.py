@@ -11,7 +11,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
-from faircopy.kernels.gpu.tables import Tile, span_length
+from faircopy.kernels.gpu.tables import Plan, Tile, span_length
 from faircopy.kernels.rope import rope_table
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
@@ -34,6 +34,7 @@ def checks() -> Iterator[Check]:
         for kind in ATTENTION:
             yield f"attention {name} {kind}", lambda d, t=dtype, n=name, k=kind: _attention(d, t, k) / TOLERANCE[n]
     yield "attention: splits change no bit", _splits
+    yield "attention: rows do not know how many they are", _lonely
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
     yield "pick", _pick
@@ -64,8 +65,11 @@ def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
         worst = max(worst, distance(parts, reference), distance(linear.add_spans(parts, dtype), reference.sum(0)))
     if layer.wide_enough(x):
         many, tiles = _random(device, 150, inner, dtype=dtype), [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-        outs = [layer._wide(many, tile, "none", outputs) for tile in tiles]
+        outs = [layer._wide(many, tile)[0] for tile in tiles]
         worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
+        layer.plan = Plan(2, shape=layer.plan.shape)
+        for tile in (Tile(64, 32, 64, wide=True, high=3, apart=apart) for apart in (False, True)):
+            worst = max(worst, distance(layer._wide(many, tile).float().sum(0), linear.parts_twin(many, w, bias, 2).sum(0)))
     return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
 
 
@@ -78,7 +82,7 @@ def _gated(device: torch.device, dtype: torch.dtype) -> float:
         worst = max(worst, distance(layer.gated(x, kind), reference))
         if layer.wide_enough(x):
             tiles = [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-            worst = max(worst, *(distance(layer._wide(x, tile, kind, 64), reference) for tile in tiles))
+            worst = max(worst, *(distance(layer._wide_gated(x, tile, kind), reference) for tile in tiles))
     return worst
 
 
@@ -172,6 +176,23 @@ def _splits(device: torch.device) -> float:
     return float(sum(not torch.equal(result, results[0]) for result in results))
 
 
+def _lonely(device: torch.device) -> float:
+    """The twenty rows of the longest sequence at once, six at a time, and one by one."""
+    scene = _scene(device, HALF)
+    plan, q, positions = scene["plan"], scene["q"][7:], scene["positions"][7:]  # type: ignore[index]
+    assert isinstance(plan, attention.PagePlan)
+    results = []
+    for many in (20, 6, 1):
+        outs = []
+        for at in range(0, 20, many):
+            rows = q[at : at + many].contiguous()
+            part = attention.plan_pages([attention.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, 12)
+            own = {**scene, "q": rows, "positions": positions[at : at + many].contiguous(), "plan": part}
+            outs += [_attend(own, device, splits) for splits in (1, 3)]
+        results += [torch.cat(outs[::2]), torch.cat(outs[1::2])]
+    return float(sum(not torch.equal(result, results[0]) for result in results))
+
+
 def _tree_bits(device: torch.device) -> float:
     """The path 0 2 4 of the tree, laid out as a chain."""
     scene = _scene(device, HALF, tree=True)
@@ -203,7 +224,12 @@ def _companies(device: torch.device) -> float:
     layer = linear.Linear(w)
     assert span_length(2048, layer.plan.split) < 2048, "a shape with spans is wanted"
     whole = layer(x)
-    return float(sum(not torch.equal(layer(x[:m].contiguous()), whole[:m]) for m in COMPANIES))
+    wrong = sum(not torch.equal(layer(x[:m].contiguous()), whole[:m]) for m in COMPANIES)
+    tiles = [Tile(64, 64, 64, wide=True, high=high, apart=apart) for high in (1, 2, 3) for apart in (False, True)]
+    for parts in (layer._wide(x, tile) for tile in tiles):
+        done = parts[0] if len(parts) == 1 else linear.add_spans(parts, HALF)
+        wrong += not torch.equal(done, whole)
+    return float(wrong)
 
 
 def _pick(device: torch.device) -> float:

@@ -37,9 +37,8 @@ def candidates(rows: int, gated: bool) -> list[Tile]:
             size = stages * bk * (height + bn * (2 if gated else 1)) * 2
             if 24 << 10 <= size <= 200 << 10:
                 found.append(Tile(height, bn, bk, 4, stages))
-    if rows > 32:
-        for (bm, high), bn, stages, warps in product(_HEIGHTS, (64, 128, 256), (3, 4), (4, 8)):
-            found += _wide_tiles(rows, bm, high, bn, stages, warps, gated)
+    for (bm, high), bn, stages, warps in product(_HEIGHTS, (64, 128, 256), (3, 4), (4, 8)):
+        found += _wide_tiles(rows, bm, high, bn, stages, warps, gated)
     return found
 
 
@@ -51,11 +50,12 @@ def _wide_tiles(rows: int, bm: int, high: int, bn: int, stages: int, warps: int,
     width = bn * (2 if gated else 1)
     numbers = bm * high * width // (32 * warps)  # registers a thread spends on sums
     size = stages * 64 * (bm * high + width) * 2
-    waste = -(-rows // (bm * high)) * bm * high / rows
+    waste = -(-rows // (bm * high)) * bm * high / max(rows, 64)
     if size > 220 << 10 or not 16 <= numbers <= 200 or waste >= 1.5 or (rows > 1000 and numbers < 64):
         return []
-    residents = (1, 2) if size <= 110 << 10 and numbers <= 96 else (1,)
-    return [Tile(bm, bn, 64, warps, stages, 0, True, resident, high) for resident in residents]
+    residents = (2,) if size <= 110 << 10 and numbers <= 96 else (1,)
+    aparts = (False, True) if rows <= 512 and not gated else (False,)
+    return [Tile(bm, bn, 64, warps, stages, 0, True, *more) for more in product(residents, (high,), aparts)]
 
 
 def compile_all(tiles: Iterable[tuple[Tile, bool]], processes: int = 12) -> None:
@@ -87,11 +87,10 @@ def _planned(layer: Linear, split: int) -> Linear:
 
 
 def _run(layer: Linear, x: Tensor, tile: Tile, gated: bool) -> Tensor:
-    if gated:
-        outputs = layer.outputs // 2
-        return layer._wide(x, tile, "silu", outputs) if tile.wide else layer._narrow(x, tile, "silu", outputs, 1, x.dtype)[0]
     if tile.wide:
-        return layer._wide(x, tile, "none", layer.outputs)
+        return layer._wide_gated(x, tile, "silu") if gated else layer._wide(x, tile)
+    if gated:
+        return layer._narrow(x, tile, "silu", layer.outputs // 2, 1, x.dtype)[0]
     split = layer.plan.split
     return layer._narrow(x, tile, "none", layer.outputs, split, x.dtype if split == 1 else torch.float32)
 
@@ -152,6 +151,8 @@ def _fastest(bench: Bench, bucket: int, gated: bool, split: int) -> tuple[float,
 
 def bench_or_never(bench: Bench, x: Tensor, tile: Tile, gated: bool, split: int) -> float:
     """A tile too large for the chip never wins."""
+    if tile.apart and split == 1:
+        return float("inf")
     if tile.wide and not gated and span_length(bench.layers[0].inner, split) % tile.bk:
         return float("inf")
     try:
@@ -162,7 +163,7 @@ def bench_or_never(bench: Bench, x: Tensor, tile: Tile, gated: bool, split: int)
 
 def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
     """What the reader of unadded spans pays more."""
-    return 0.0 if split == 1 or tile.wide else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
+    return 0.0 if split == 1 or (tile.wide and not tile.apart) else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
 
 
 def write_table(file: Path, shapes: dict[str, Any], about: dict[str, Any]) -> None:

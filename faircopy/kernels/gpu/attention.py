@@ -94,7 +94,7 @@ def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
 
 def block_length(dim: int) -> int:
     """Keys per block: part of the numbers' definition, so it depends on the head alone."""
-    return 128 if dim <= 128 else 64
+    return 64 if dim <= 128 else 32
 
 
 @triton.jit
@@ -135,7 +135,11 @@ def _block(
     m = tl.max(scores, 1)
     p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
     value = tl.load(values + where, mask=inside, other=0.0)
-    return m, tl.sum(p, 1), tl.dot(p.to(value.dtype), value, input_precision=precision)
+    p = p.to(value.dtype)
+    # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
+    ones = tl.full((BN, 16), 1.0, value.dtype)
+    l = tl.max(tl.dot(p, ones, input_precision=precision), 1)
+    return m, l, tl.dot(p, value, input_precision=precision)
 
 
 @triton.jit
@@ -218,13 +222,16 @@ def _attend(
                 m = tl.full((BM,), float("-inf"), tl.float32)
                 l = tl.zeros((BM,), tl.float32)
                 acc = tl.zeros((BM, DP), tl.float32)
-                for block in range(first, stop):
-                    place = line * blocks + block
-                    m_new = tl.load(stats + place * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-                    l_new = tl.load(stats + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-                    where = parts + place[:, None] * D + dims[None, :]
-                    acc_new = tl.load(where, mask=inside, other=0.0, cache_modifier=".cg")
-                    m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
+                for start in range(first, stop, 4):
+                    for n in tl.static_range(4):  # four at once: the loads do not wait for each other
+                        block = start + n
+                        place = line * blocks + block
+                        here = live & (block < stop)
+                        m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+                        l_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+                        where = parts + place[:, None] * D + dims[None, :]
+                        acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
+                        m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
                 y = _finish(m, l, acc, sinks, heads, live, SINKS)
                 tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
 
@@ -300,7 +307,7 @@ def attend_pages(
         q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
         positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks,
         KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
-        PRECISE=q.dtype == torch.float32, num_warps=4 if bm < 64 else 8, num_stages=2, **common,
+        PRECISE=q.dtype == torch.float32, num_warps=4 if bm < 64 else 8, num_stages=3 if splits == 1 else 2, **common,
     )  # fmt: skip
     if tree:
         _gather[(rows, -(-heads // 4))](out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common)

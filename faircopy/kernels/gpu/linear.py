@@ -6,6 +6,8 @@ product adds the spans in order. Many rows: one block walks over all spans and a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -80,6 +82,7 @@ def _narrow(
         if AHEAD:
             _fetch(w, cols, N, K, first, AHEAD, BN)
         gdc_wait()
+        gdc_launch_dependents()
     acc = tl.zeros((BM, BN), tl.float32)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     kind = out.dtype.element_ty
@@ -109,8 +112,6 @@ def _narrow(
         y = _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK, EVEN, PRECISE)
         if BIASED and span == 0:
             y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    if PDL:
-        gdc_launch_dependents()
     where = out + (span * M + rows)[:, None].to(tl.int64) * N + cols[None, :]
     tl.store(where, y.to(kind), mask=inside)
 
@@ -156,16 +157,28 @@ def _wide(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr,
     BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Many rows: tensor descriptors, a grid that stays, spans added in order inside the block."""
-    if PDL:
-        gdc_wait()
+    """Many rows: tensor descriptors and a grid that stays. SPANS: "one"; "inside", added in order by the block;
+    "apart", each a tile of its own, for the reader to add."""
+    begin(PDL)
     tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, GRID):
-        row, col = _place_tile(tile, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
+    per_span = tiles_m * tiles_n
+    total = per_span * SPLIT if SPANS == "apart" else per_span
+    for tile in tl.range(tl.program_id(0), total, GRID):
+        row, col = _place_tile(tile % per_span, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
         cols = col + tl.arange(0, BN)
         a0 = tl.zeros((BM, BN), tl.float32)
         a1, a2 = a0, a0
-        if SPANS:
+        part = out
+        if SPANS == "apart":
+            span = tile // per_span
+            part = out + span.to(tl.int64) * M * N
+            last = tl.minimum((span + 1) * SPAN, K)
+            a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
+            if BIASED and span == 0:
+                a0 = _biased(a0, bias, 0, cols, N, True)
+                a1 = _biased(a1, bias, 0, cols, N, True)
+                a2 = _biased(a2, bias, 0, cols, N, True)
+        elif SPANS == "inside":
             for span in range(SPLIT):
                 b0 = tl.zeros((BM, BN), tl.float32)
                 b1, b2 = b0, b0
@@ -185,13 +198,11 @@ def _wide(
             a0 = _biased(a0, bias, 0, cols, N, BIASED)
             a1 = _biased(a1, bias, 0, cols, N, BIASED)
             a2 = _biased(a2, bias, 0, cols, N, BIASED)
-        _put(out, a0, row, cols, M, N, BM)
+        _put(part, a0, row, cols, M, N, BM)
         if HIGH > 1:
-            _put(out, a1, row + BM, cols, M, N, BM)
+            _put(part, a1, row + BM, cols, M, N, BM)
         if HIGH > 2:
-            _put(out, a2, row + 2 * BM, cols, M, N, BM)
-    if PDL:
-        gdc_launch_dependents()
+            _put(part, a2, row + 2 * BM, cols, M, N, BM)
 
 
 @triton.jit(do_not_specialize=["M", "GRID"])
@@ -201,8 +212,7 @@ def _wide_gated(
     BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for gated products: columns n and N + n belong together."""
-    if PDL:
-        gdc_wait()
+    begin(PDL)
     tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, GRID):
         row, col = _place_tile(tile, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
@@ -227,8 +237,6 @@ def _wide_gated(
             _put_gated(out, g1, u1, bias, row + BM, cols, M, N, BM, GATE, BIASED)
         if HIGH > 2:
             _put_gated(out, g2, u2, bias, row + 2 * BM, cols, M, N, BM, GATE, BIASED)
-    if PDL:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -272,7 +280,7 @@ class Linear:
             return F.linear(x, self.weight, self.bias)[None]
         tile = self.plan.tile(x.shape[0], self.wide_enough(x))
         if tile.wide:
-            return self._wide(x, tile, "none", self.outputs)[None]
+            return self._wide(x, tile)
         kind = x.dtype if self.plan.split == 1 else torch.float32
         return self._narrow(x, tile, "none", self.outputs, self.plan.split, kind)
 
@@ -282,7 +290,7 @@ class Linear:
             return gated_twin(F.linear(x, self.weight, self.bias), kind)
         tile = self.plan.gated(x.shape[0], self.wide_enough(x))
         if tile.wide:
-            return self._wide(x, tile, kind, self.outputs // 2)
+            return self._wide_gated(x, tile, kind)
         return self._narrow(x, tile, kind, self.outputs // 2, 1, x.dtype)[0]
 
     def wide_enough(self, x: Tensor) -> bool:
@@ -301,22 +309,36 @@ class Linear:
         )  # fmt: skip
         return out
 
-    def _wide(self, x: Tensor, t: Tile, gate: str, outputs: int) -> Tensor:
-        rows, device = x.shape[0], x.device
-        out = torch.empty(rows, outputs, dtype=x.dtype, device=device)
-        grid = min(processors(device) * t.resident, -(-rows // (t.bm * t.high)) * -(-outputs // t.bn))
-        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
-        common = dict(
-            BM=t.bm, BN=t.bn, BK=t.bk, HIGH=t.high, GROUP=8, BIASED=self.bias is not None,
-            num_warps=t.warps, num_stages=t.stages, **options(device),
-        )  # fmt: skip
-        given = (source, self._descriptor(t.bn, t.bk), self.bias, out, rows, outputs, self.inner)
-        if gate == "none":
-            split = self.plan.split
-            _wide[(grid,)](*given, span_length(self.inner, split), split, grid, SPANS=split > 1, **common)
-        else:
-            _wide_gated[(grid,)](*given, grid, GATE=gate, **common)
+    def _wide(self, x: Tensor, t: Tile) -> Tensor:
+        rows, split = x.shape[0], self.plan.split
+        spans = "one" if split == 1 else "apart" if t.apart else "inside"
+        kind, parts = (torch.float32, split) if spans == "apart" else (x.dtype, 1)
+        out = torch.empty(parts, rows, self.outputs, dtype=kind, device=x.device)
+        grid = self._grid(rows, self.outputs, t, parts)
+        span = span_length(self.inner, split)
+        _wide[(grid,)](*self._given(x, t, out, self.outputs), span, split, grid, SPANS=spans, **self._options(x, t))
         return out
+
+    def _wide_gated(self, x: Tensor, t: Tile, gate: str) -> Tensor:
+        rows, outputs = x.shape[0], self.outputs // 2
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        grid = self._grid(rows, outputs, t, 1)
+        _wide_gated[(grid,)](*self._given(x, t, out, outputs), grid, GATE=gate, **self._options(x, t))
+        return out
+
+    def _grid(self, rows: int, outputs: int, t: Tile, parts: int) -> int:
+        tiles = -(-rows // (t.bm * t.high)) * -(-outputs // t.bn) * parts
+        return min(processors(self.weight.device) * t.resident, tiles)
+
+    def _given(self, x: Tensor, t: Tile, out: Tensor, outputs: int) -> tuple[Any, ...]:
+        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
+        return source, self._descriptor(t.bn, t.bk), self.bias, out, x.shape[0], outputs, self.inner
+
+    def _options(self, x: Tensor, t: Tile) -> dict[str, Any]:
+        return dict(
+            BM=t.bm, BN=t.bn, BK=t.bk, HIGH=t.high, GROUP=8, BIASED=self.bias is not None,
+            num_warps=t.warps, num_stages=t.stages, **options(x.device),
+        )  # fmt: skip
 
     def _descriptor(self, bn: int, bk: int) -> TensorDescriptor:
         if (bn, bk) not in self._descriptors:

@@ -30,6 +30,7 @@ class Tile:
     wide: bool = False  # tensor descriptors and a grid that stays
     resident: int = 1  # blocks per processor of that grid
     high: int = 1  # tiles of rows that share a tile of weights, up to three
+    apart: bool = False  # spans of K are tiles of their own too
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ def plan(device: torch.device, outputs: int, inner: int) -> Plan:
 
 
 def _tile(values: list[int]) -> Tile:
-    bm, bn, bk, warps, stages, ahead, wide, resident, high = values
-    return Tile(bm, bn, bk, warps, stages, ahead, bool(wide), resident, high)
+    bm, bn, bk, warps, stages, ahead, wide, resident, high, apart = values
+    return Tile(bm, bn, bk, warps, stages, ahead, bool(wide), resident, high, bool(apart))
 
 
 @cache
