@@ -11,7 +11,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
-from faircopy.kernels.gpu.tables import Plan, Tile, span_length
+from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
@@ -61,15 +61,15 @@ def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
     worst = 0.0
     for split in (1, 2, 4):
         reference = linear.parts_twin(x, w, bias, split)
-        parts = layer._narrow(x, Tile(16, 32, 64), "none", outputs, split, torch.float32)
-        worst = max(worst, distance(parts, reference), distance(linear.add_spans(parts, dtype), reference.sum(0)))
+        parts = layer.run(x, Tile(16, 32, 64), split)
+        added = linear.add_spans(parts, dtype) if split > 1 else parts[0]
+        worst = max(worst, distance(parts, reference), distance(added, reference.sum(0)))
     if layer.wide_enough(x):
         many, tiles = _random(device, 150, inner, dtype=dtype), [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-        outs = [layer._wide(many, tile)[0] for tile in tiles]
+        outs = [layer.run(many, tile, 1)[0] for tile in tiles]
         worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
-        layer.plan = Plan(2, shape=layer.plan.shape)
         for tile in (Tile(64, 32, 64, wide=True, high=3, apart=apart) for apart in (False, True)):
-            worst = max(worst, distance(layer._wide(many, tile).float().sum(0), linear.parts_twin(many, w, bias, 2).sum(0)))
+            worst = max(worst, distance(layer.run(many, tile, 2).float().sum(0), linear.parts_twin(many, w, bias, 2).sum(0)))
     return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
 
 
@@ -77,12 +77,12 @@ def _gated(device: torch.device, dtype: torch.dtype) -> float:
     worst = 0.0
     for kind in ("silu", "gelu_pytorch_tanh", "gelu", "relu"):
         w, x = _random(device, 128, 192, dtype=dtype) / 8, _random(device, 19, 192, dtype=dtype)
-        layer = linear.Linear(w)
-        reference = linear.gated_twin(linear.parts_twin(x, w, None, 1)[0].to(dtype), kind)
+        layer = linear.Linear.gating(w)
+        reference = linear.gated_twin(linear.parts_twin(x, layer.weight, None, 1)[0].to(dtype), kind)
         worst = max(worst, distance(layer.gated(x, kind), reference))
         if layer.wide_enough(x):
             tiles = [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-            worst = max(worst, *(distance(layer._wide_gated(x, tile, kind), reference) for tile in tiles))
+            worst = max(worst, *(distance(layer.run(x, tile, 1, kind)[0], reference) for tile in tiles))
     return worst
 
 
@@ -226,9 +226,11 @@ def _companies(device: torch.device) -> float:
     whole = layer(x)
     wrong = sum(not torch.equal(layer(x[:m].contiguous()), whole[:m]) for m in COMPANIES)
     tiles = [Tile(64, 64, 64, wide=True, high=high, apart=apart) for high in (1, 2, 3) for apart in (False, True)]
-    for parts in (layer._wide(x, tile) for tile in tiles):
+    for parts in (layer.run(x, tile, layer.plan.split) for tile in tiles):
         done = parts[0] if len(parts) == 1 else linear.add_spans(parts, HALF)
         wrong += not torch.equal(done, whole)
+    gated = layer.gated(x, "silu")
+    wrong += sum(not torch.equal(layer.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
     return float(wrong)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from faircopy.bench.timing import graph_ms
 from faircopy.kernels.gpu.linear import Linear
-from faircopy.kernels.gpu.tables import Plan, Tile, as_entry, span_length
+from faircopy.kernels.gpu.tables import Tile, as_entry, span_length
 
 # Rows timed for each bucket: what decoding, verifying and reading prompts really bring. The others use the next one.
 ROWS = {16: 8, 64: 48, 256: 192, 512: 384, 4096: 8192}
@@ -32,9 +32,8 @@ def candidates(rows: int, gated: bool) -> list[Tile]:
     found = []
     if rows <= 64:
         height = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        widths = (16, 32, 64) if gated else (16, 32, 64, 128)
-        for bn, bk, stages in product(widths, (64, 128, 256), (3, 5)):
-            size = stages * bk * (height + bn * (2 if gated else 1)) * 2
+        for bn, bk, stages in product((32, 64, 128), (64, 128, 256), (3, 5)):
+            size = stages * bk * (height + bn) * 2
             if 24 << 10 <= size <= 200 << 10:
                 found.append(Tile(height, bn, bk, 4, stages))
     for (bm, high), bn, stages, warps in product(_HEIGHTS, (64, 128, 256), (3, 4), (4, 8)):
@@ -47,9 +46,8 @@ _HEIGHTS = ((64, 1), (64, 2), (64, 3), (128, 1), (128, 2), (128, 3))
 
 def _wide_tiles(rows: int, bm: int, high: int, bn: int, stages: int, warps: int, gated: bool) -> list[Tile]:
     """The tile, if it fits a processor and wastes less than half of its rows."""
-    width = bn * (2 if gated else 1)
-    numbers = bm * high * width // (32 * warps)  # registers a thread spends on sums
-    size = stages * 64 * (bm * high + width) * 2
+    numbers = bm * high * bn // (32 * warps)  # registers a thread spends on sums
+    size = stages * 64 * (bm * high + bn) * 2
     waste = -(-rows // (bm * high)) * bm * high / max(rows, 64)
     if size > 220 << 10 or not 16 <= numbers <= 200 or waste >= 1.5 or (rows > 1000 and numbers < 64):
         return []
@@ -71,28 +69,11 @@ def _compile(job: tuple[Tile, bool]) -> None:
     layer = Linear(torch.zeros(512, 2048, dtype=torch.bfloat16, device="cuda"))
     x = torch.zeros(8, 2048, dtype=torch.bfloat16, device="cuda")
     try:
-        if gated:
-            _run(layer, x, tile, True)
-        else:
-            for split in (1, 2):
-                _run(_planned(layer, split), x, tile, False)
+        for split in (1,) if gated else (1, 2):
+            layer.run(x, tile, split, "silu" if gated else "none")
         torch.cuda.synchronize()
     except Exception as error:
         print(tile, gated, str(error)[:200])
-
-
-def _planned(layer: Linear, split: int) -> Linear:
-    layer.plan = Plan(split, shape=(layer.outputs, layer.inner))
-    return layer
-
-
-def _run(layer: Linear, x: Tensor, tile: Tile, gated: bool) -> Tensor:
-    if tile.wide:
-        return layer._wide_gated(x, tile, "silu") if gated else layer._wide(x, tile)
-    if gated:
-        return layer._narrow(x, tile, "silu", layer.outputs // 2, 1, x.dtype)[0]
-    split = layer.plan.split
-    return layer._narrow(x, tile, "none", layer.outputs, split, x.dtype if split == 1 else torch.float32)
 
 
 class Bench:
@@ -104,9 +85,8 @@ class Bench:
         self.layers = [Linear(weight) for weight in weights]
 
     def seconds(self, x: Tensor, tile: Tile, gated: bool, split: int) -> float:
-        for layer in self.layers:
-            _planned(layer, split)
-        return graph_ms(lambda: [_run(layer, x, tile, gated) for layer in self.layers], 5) / len(self.layers) * 1e-3
+        kind = "silu" if gated else "none"
+        return graph_ms(lambda: [layer.run(x, tile, split, kind) for layer in self.layers], 5) / len(self.layers) * 1e-3
 
     def library(self, x: Tensor) -> float:
         return graph_ms(lambda: [x @ layer.weight.T for layer in self.layers], 5) / len(self.layers) * 1e-3
@@ -121,7 +101,7 @@ def tune_shape(
     if split is not None:
         return _entry(bench, gated, about, split, {})
     few = {(b, s): _fastest(bench, b, gated, s) for b in FEW for s in allowed}
-    split = min(allowed, key=lambda s: sum(few[b, s][0] + _adding(b, s, outputs, few[b, s][1]) for b in FEW))
+    split = min(allowed, key=lambda s: sum(few[b, s][0] for b in FEW))
     return _entry(bench, gated, about, split, few)
 
 
@@ -145,7 +125,8 @@ def _rows(bucket: int, inner: int) -> Tensor:
 
 def _fastest(bench: Bench, bucket: int, gated: bool, split: int) -> tuple[float, Tile]:
     x = _rows(bucket, bench.layers[0].inner)
-    timed = [(bench_or_never(bench, x, tile, gated, split), tile) for tile in candidates(ROWS[bucket], gated)]
+    outputs, tiles = bench.layers[0].outputs, candidates(ROWS[bucket], gated)
+    timed = [(bench_or_never(bench, x, tile, gated, split) + _adding(bucket, split, outputs, tile), tile) for tile in tiles]
     return min(timed, key=lambda pair: pair[0])
 
 
@@ -162,7 +143,7 @@ def bench_or_never(bench: Bench, x: Tensor, tile: Tile, gated: bool, split: int)
 
 
 def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
-    """What the reader of unadded spans pays more."""
+    """What the reader of unadded spans pays more, in seconds."""
     return 0.0 if split == 1 or (tile.wide and not tile.apart) else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
 
 

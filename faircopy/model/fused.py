@@ -12,8 +12,10 @@ from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import Suite
+from faircopy.kernels.linear import Product
+from faircopy.kernels.norm import rms_norm
 from faircopy.layout.base import Cache, Packed
-from faircopy.model.decoder import Decoder, Spec, Tensors
+from faircopy.model.decoder import Decoder, Spec, Tensors, _Layer
 
 
 @runtime_checkable
@@ -45,6 +47,13 @@ class Fused(Decoder):
     ) -> None:
         super().__init__(name, spec, tensors, vocab, context, dtype, exact)
         self._activation = activation
+
+    def _gate_up(self, at: str) -> Product:
+        return Linear.gating(*self._joined(at, "gate_up_proj", ("gate_proj", "up_proj")), self._exact)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        y = rms_norm(x, layer.before_mlp, self.spec.eps)
+        return layer.down(cast(Linear, layer.gate_up).gated(y, self._activation))
 
     def forward(self, packed: Packed, cache: Cache) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""

@@ -307,11 +307,15 @@ def attend_pages(
         q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
         positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks,
         KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
-        PRECISE=q.dtype == torch.float32, num_warps=4 if bm < 64 else 8, num_stages=3 if splits == 1 else 2, **common,
+        PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
     )  # fmt: skip
     if tree:
         _gather[(rows, -(-heads // 4))](out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common)
     return out
+
+
+def _launch(bm: int, splits: int) -> dict[str, int]:
+    return {"num_warps": 4 if bm < 64 else 8, "num_stages": 3 if splits == 1 else 2}
 
 
 def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:

@@ -19,7 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.launch import INTERPRETED, begin, options, processors
-from faircopy.kernels.gpu.tables import GRAIN, Tile, span_length
+from faircopy.kernels.gpu.tables import Tile, span_length
+
+SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
 
 
 @triton.jit
@@ -67,13 +69,43 @@ def _multiply(
     return acc
 
 
+@triton.jit
+def _gated(y, out, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns alternate between gate and value: [BM, BN] -> [BM, BN / 2]."""
+    kind = out.dtype.element_ty
+    gate, value = tl.split(tl.reshape(y.to(kind), (BM, BN // 2, 2)))
+    return activated(gate.to(tl.float32), KIND).to(kind).to(tl.float32) * value.to(tl.float32)
+
+
+@triton.jit
+def _put(out, y, row, col, M, N, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr):
+    """Store a tile, or what its gates let through."""
+    rows = row + tl.arange(0, BM)
+    if GATE != "none":
+        cols = col // 2 + tl.arange(0, BN // 2)
+        where = out + rows[:, None].to(tl.int64) * (N // 2) + cols[None, :]
+        y = _gated(y, out, GATE, BM, BN)
+        tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N // 2))
+    else:
+        cols = col + tl.arange(0, BN)
+        where = out + rows[:, None].to(tl.int64) * N + cols[None, :]
+        tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+@triton.jit
+def _biased(y, bias, cols, N, BIASED: tl.constexpr):
+    if BIASED:
+        y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
 @triton.jit(do_not_specialize=["M"])
 def _narrow(
     x, w, bias, out, M, N, K, SPAN,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few rows: one block per (columns, rows, span). Gated: columns n and N + n belong together."""
+    """Few rows: one block per (columns, rows, span)."""
     tile_n, tile_m, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     first = span * SPAN
@@ -82,38 +114,16 @@ def _narrow(
         if AHEAD:
             _fetch(w, cols, N, K, first, AHEAD, BN)
         gdc_wait()
-        gdc_launch_dependents()
+        if EARLY:
+            gdc_launch_dependents()
     acc = tl.zeros((BM, BN), tl.float32)
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    kind = out.dtype.element_ty
-    if GATE != "none":
-        up = tl.zeros((BM, BN), tl.float32)
-        w_up = w + N * K
-        x_rows = tl.minimum(rows, M - 1)[:, None].to(tl.int64) * K
-        w_rows = tl.minimum(cols, N - 1)[None, :].to(tl.int64) * K
-        for k in range(first, last, BK):
-            ks = k + tl.arange(0, BK)
-            if EVEN:
-                a = tl.load(x + x_rows + ks[None, :])
-                b = tl.load(w + w_rows + ks[:, None])
-                c = tl.load(w_up + w_rows + ks[:, None])
-            else:
-                a = tl.load(x + x_rows + ks[None, :], mask=ks[None, :] < last, other=0.0)
-                b = tl.load(w + w_rows + ks[:, None], mask=ks[:, None] < last, other=0.0)
-                c = tl.load(w_up + w_rows + ks[:, None], mask=ks[:, None] < last, other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee" if PRECISE else "tf32")
-            up = tl.dot(a, c, up, input_precision="ieee" if PRECISE else "tf32")
-        if BIASED:
-            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        gate = activated(acc.to(kind).to(tl.float32), GATE).to(kind).to(tl.float32)
-        y = gate * up.to(kind).to(tl.float32)
-    else:
-        y = _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK, EVEN, PRECISE)
-        if BIASED and span == 0:
-            y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    where = out + (span * M + rows)[:, None].to(tl.int64) * N + cols[None, :]
-    tl.store(where, y.to(kind), mask=inside)
+    y = _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK, EVEN, PRECISE)
+    if span == 0:
+        y = _biased(y, bias, cols, N, BIASED)
+    if PDL and not EARLY:
+        gdc_launch_dependents()
+    part = out + span.to(tl.int64) * M * N
+    _put(part, y, tile_m * BM, tile_n * BN, M, N, BM, BN, GATE)
 
 
 @triton.jit
@@ -129,37 +139,18 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
     return a0, a1, a2
 
 
-@triton.jit
-def _biased(y, bias, first, cols, N, BIASED: tl.constexpr):
-    if BIASED:
-        y += tl.load(bias + first + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    return y
-
-
-@triton.jit
-def _put(out, y, row, cols, M, N, BM: tl.constexpr):
-    rows = row + tl.arange(0, BM)
-    where = out + rows[:, None].to(tl.int64) * N + cols[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
-
-
-@triton.jit
-def _put_gated(out, gate, up, bias, row, cols, M, N, BM: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr):
-    kind = out.dtype.element_ty
-    gate, up = _biased(gate, bias, 0, cols, N, BIASED), _biased(up, bias, N, cols, N, BIASED)
-    y = activated(gate.to(kind).to(tl.float32), GATE).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-    _put(out, y, row, cols, M, N, BM)
-
-
 @triton.jit(do_not_specialize=["M", "SPLIT", "GRID"])
 def _wide(
     x, w, bias, out, M, N, K, SPAN, SPLIT, GRID,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr,
-    BIASED: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Many rows: tensor descriptors and a grid that stays. SPANS: "one"; "inside", added in order by the block;
     "apart", each a tile of its own, for the reader to add."""
-    begin(PDL)
+    if PDL:
+        gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
     per_span = tiles_m * tiles_n
     total = per_span * SPLIT if SPANS == "apart" else per_span
@@ -175,9 +166,9 @@ def _wide(
             last = tl.minimum((span + 1) * SPAN, K)
             a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
             if BIASED and span == 0:
-                a0 = _biased(a0, bias, 0, cols, N, True)
-                a1 = _biased(a1, bias, 0, cols, N, True)
-                a2 = _biased(a2, bias, 0, cols, N, True)
+                a0 = _biased(a0, bias, cols, N, True)
+                a1 = _biased(a1, bias, cols, N, True)
+                a2 = _biased(a2, bias, cols, N, True)
         elif SPANS == "inside":
             for span in range(SPLIT):
                 b0 = tl.zeros((BM, BN), tl.float32)
@@ -185,9 +176,9 @@ def _wide(
                 last = tl.minimum((span + 1) * SPAN, K)
                 b0, b1, b2 = _sweep(b0, b1, b2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
                 if BIASED and span == 0:
-                    b0 = _biased(b0, bias, 0, cols, N, True)
-                    b1 = _biased(b1, bias, 0, cols, N, True)
-                    b2 = _biased(b2, bias, 0, cols, N, True)
+                    b0 = _biased(b0, bias, cols, N, True)
+                    b1 = _biased(b1, bias, cols, N, True)
+                    b2 = _biased(b2, bias, cols, N, True)
                 a0 += b0
                 if HIGH > 1:
                     a1 += b1
@@ -195,48 +186,16 @@ def _wide(
                     a2 += b2
         else:
             a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, 0, K, BM, BK, HIGH)
-            a0 = _biased(a0, bias, 0, cols, N, BIASED)
-            a1 = _biased(a1, bias, 0, cols, N, BIASED)
-            a2 = _biased(a2, bias, 0, cols, N, BIASED)
-        _put(part, a0, row, cols, M, N, BM)
+            a0 = _biased(a0, bias, cols, N, BIASED)
+            a1 = _biased(a1, bias, cols, N, BIASED)
+            a2 = _biased(a2, bias, cols, N, BIASED)
+        _put(part, a0, row, col, M, N, BM, BN, GATE)
         if HIGH > 1:
-            _put(part, a1, row + BM, cols, M, N, BM)
+            _put(part, a1, row + BM, col, M, N, BM, BN, GATE)
         if HIGH > 2:
-            _put(part, a2, row + 2 * BM, cols, M, N, BM)
-
-
-@triton.jit(do_not_specialize=["M", "GRID"])
-def _wide_gated(
-    x, w, bias, out, M, N, K, GRID,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
-    BIASED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same for gated products: columns n and N + n belong together."""
-    begin(PDL)
-    tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, GRID):
-        row, col = _place_tile(tile, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
-        cols = col + tl.arange(0, BN)
-        g0 = tl.zeros((BM, BN), tl.float32)
-        g1, g2, u0, u1, u2 = g0, g0, g0, g0, g0
-        for k in range(0, K, BK):
-            gate, up = w.load([col, k]).T, w.load([N + col, k]).T
-            a = x.load([row, k])
-            g0 = tl.dot(a, gate, g0)
-            u0 = tl.dot(a, up, u0)
-            if HIGH > 1:
-                a = x.load([row + BM, k])
-                g1 = tl.dot(a, gate, g1)
-                u1 = tl.dot(a, up, u1)
-            if HIGH > 2:
-                a = x.load([row + 2 * BM, k])
-                g2 = tl.dot(a, gate, g2)
-                u2 = tl.dot(a, up, u2)
-        _put_gated(out, g0, u0, bias, row, cols, M, N, BM, GATE, BIASED)
-        if HIGH > 1:
-            _put_gated(out, g1, u1, bias, row + BM, cols, M, N, BM, GATE, BIASED)
-        if HIGH > 2:
-            _put_gated(out, g2, u2, bias, row + 2 * BM, cols, M, N, BM, GATE, BIASED)
+            _put(part, a2, row + 2 * BM, col, M, N, BM, BN, GATE)
+    if PDL and not EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -267,6 +226,11 @@ class Linear:
         self.plan = tables.plan(weight.device, self.outputs, self.inner)
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
 
+    @classmethod
+    def gating(cls, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Linear:
+        """From gates on top of values [2 I, K]: rows take turns, so that one tile holds both of each pair."""
+        return cls(_alternate(weight), None if bias is None else _alternate(bias), exact)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
         if not self.exact:
@@ -278,66 +242,50 @@ class Linear:
         """x [M, K] -> [S, M, N]: either finished, or float32 spans that the reader adds in order."""
         if not self.exact:
             return F.linear(x, self.weight, self.bias)[None]
-        tile = self.plan.tile(x.shape[0], self.wide_enough(x))
-        if tile.wide:
-            return self._wide(x, tile)
-        kind = x.dtype if self.plan.split == 1 else torch.float32
-        return self._narrow(x, tile, "none", self.outputs, self.plan.split, kind)
+        return self.run(x, self.plan.tile(x.shape[0], self.wide_enough(x)), self.plan.split)
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
-        """x [M, K] -> activation(first half of the outputs) * second half, [M, N / 2]."""
+        """x [M, K] -> activation(gates) * values, [M, N / 2], for weights that take turns."""
         if not self.exact:
             return gated_twin(F.linear(x, self.weight, self.bias), kind)
-        tile = self.plan.gated(x.shape[0], self.wide_enough(x))
-        if tile.wide:
-            return self._wide_gated(x, tile, kind)
-        return self._narrow(x, tile, kind, self.outputs // 2, 1, x.dtype)[0]
+        return self.run(x, self.plan.gated(x.shape[0], self.wide_enough(x)), 1, kind)[0]
 
     def wide_enough(self, x: Tensor) -> bool:
         """Descriptors want 16-byte rows, and tensor cores 16-bit numbers."""
         return x.dtype != torch.float32 and self.inner % 64 == 0 and (x.is_cuda or INTERPRETED)
 
-    def _narrow(self, x: Tensor, t: Tile, gate: str, outputs: int, split: int, kind: torch.dtype) -> Tensor:
-        rows = x.shape[0]
-        out = torch.empty(split, rows, outputs, dtype=kind, device=x.device)
-        span = span_length(self.inner, split)
-        _narrow[(-(-outputs // t.bn), -(-rows // t.bm), split)](
-            x, self.weight, self.bias, out, rows, outputs, self.inner, span,
-            BM=t.bm, BN=t.bn, BK=t.bk, GATE=gate,
-            BIASED=self.bias is not None, EVEN=span % t.bk == 0 and self.inner % span == 0,
-            PRECISE=x.dtype == torch.float32, AHEAD=t.ahead, num_warps=t.warps, num_stages=t.stages, **options(x.device),
-        )  # fmt: skip
-        return out
-
-    def _wide(self, x: Tensor, t: Tile) -> Tensor:
-        rows, split = x.shape[0], self.plan.split
-        spans = "one" if split == 1 else "apart" if t.apart else "inside"
-        kind, parts = (torch.float32, split) if spans == "apart" else (x.dtype, 1)
-        out = torch.empty(parts, rows, self.outputs, dtype=kind, device=x.device)
-        grid = self._grid(rows, self.outputs, t, parts)
-        span = span_length(self.inner, split)
-        _wide[(grid,)](*self._given(x, t, out, self.outputs), span, split, grid, SPANS=spans, **self._options(x, t))
-        return out
-
-    def _wide_gated(self, x: Tensor, t: Tile, gate: str) -> Tensor:
-        rows, outputs = x.shape[0], self.outputs // 2
-        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-        grid = self._grid(rows, outputs, t, 1)
-        _wide_gated[(grid,)](*self._given(x, t, out, outputs), grid, GATE=gate, **self._options(x, t))
-        return out
-
-    def _grid(self, rows: int, outputs: int, t: Tile, parts: int) -> int:
-        tiles = -(-rows // (t.bm * t.high)) * -(-outputs // t.bn) * parts
-        return min(processors(self.weight.device) * t.resident, tiles)
-
-    def _given(self, x: Tensor, t: Tile, out: Tensor, outputs: int) -> tuple[Any, ...]:
-        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
-        return source, self._descriptor(t.bn, t.bk), self.bias, out, x.shape[0], outputs, self.inner
-
-    def _options(self, x: Tensor, t: Tile) -> dict[str, Any]:
-        return dict(
-            BM=t.bm, BN=t.bn, BK=t.bk, HIGH=t.high, GROUP=8, BIASED=self.bias is not None,
+    def run(self, x: Tensor, t: Tile, split: int, gate: str = "none") -> Tensor:
+        """[S, M, N or N / 2] by this tile, K in so many spans."""
+        spans = "one" if split == 1 else "inside" if t.wide and not t.apart else "apart"
+        parts, kind = (split, torch.float32) if spans == "apart" else (1, x.dtype)
+        outputs = self.outputs if gate == "none" else self.outputs // 2
+        out = torch.empty(parts, x.shape[0], outputs, dtype=kind, device=x.device)
+        common = dict(
+            BM=t.bm, BN=t.bn, BK=t.bk, GATE=gate, BIASED=self.bias is not None, EARLY=self.weight.nbytes < SHORT,
             num_warps=t.warps, num_stages=t.stages, **options(x.device),
+        )  # fmt: skip
+        if t.wide:
+            self._wide(x, t, split, spans, out, common)
+        else:
+            self._narrow(x, t, split, out, common)
+        return out
+
+    def _narrow(self, x: Tensor, t: Tile, split: int, out: Tensor, common: dict[str, Any]) -> None:
+        span, rows = span_length(self.inner, split), x.shape[0]
+        even = span % t.bk == 0 and self.inner % span == 0
+        _narrow[(-(-self.outputs // t.bn), -(-rows // t.bm), split)](
+            x, self.weight, self.bias, out, rows, self.outputs, self.inner, span,
+            EVEN=even, PRECISE=x.dtype == torch.float32, AHEAD=t.ahead, **common,
+        )  # fmt: skip
+
+    def _wide(self, x: Tensor, t: Tile, split: int, spans: str, out: Tensor, common: dict[str, Any]) -> None:
+        rows = x.shape[0]
+        tiles = -(-rows // (t.bm * t.high)) * -(-self.outputs // t.bn) * out.shape[0]
+        grid = min(processors(x.device) * t.resident, tiles)
+        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
+        _wide[(grid,)](
+            source, self._descriptor(t.bn, t.bk), self.bias, out, rows, self.outputs, self.inner,
+            span_length(self.inner, split), split, grid, HIGH=t.high, GROUP=8, SPANS=spans, **common,
         )  # fmt: skip
 
     def _descriptor(self, bn: int, bk: int) -> TensorDescriptor:
@@ -372,8 +320,12 @@ def parts_twin(x: Tensor, weight: Tensor, bias: Tensor | None, split: int) -> Te
 
 
 def gated_twin(y: Tensor, kind: str) -> Tensor:
-    gate, up = y.chunk(2, -1)
-    return ACTIVATIONS[kind](gate) * up
+    """Gates and values of a product whose outputs take turns."""
+    return ACTIVATIONS[kind](y[..., 0::2]) * y[..., 1::2]
 
 
-__all__ = ["GRAIN", "Linear", "activated", "add_spans", "add_spans_twin", "gated_twin", "parts_twin"]
+def _alternate(stacked: Tensor) -> Tensor:
+    return stacked.view(2, -1, *stacked.shape[1:]).transpose(0, 1).reshape(stacked.shape)
+
+
+__all__ = ["Linear", "activated", "add_spans", "add_spans_twin", "gated_twin", "parts_twin"]

@@ -43,15 +43,15 @@ class Plan:
     shape: tuple[int, int] = (0, 0)
 
     def tile(self, rows: int, wide: bool) -> Tile:
-        return self._fitting(_nearest(self.plain, rows), rows, wide, gated=False)
+        return self._fitting(_nearest(self.plain, rows), rows, wide)
 
     def gated(self, rows: int, wide: bool) -> Tile:
-        return self._fitting(_nearest(self.halves, rows), rows, wide, gated=True)
+        return self._fitting(_nearest(self.halves, rows), rows, wide)
 
-    def _fitting(self, known: Tile | None, rows: int, wide: bool, gated: bool) -> Tile:
+    def _fitting(self, known: Tile | None, rows: int, wide: bool) -> Tile:
         if known is not None and (wide or not known.wide):
             return known
-        return default_tile(rows, wide, gated, span_length(self.shape[1], 1 if gated else self.split))
+        return default_tile(rows, wide)
 
 
 def _nearest(tiles: dict[int, Tile], rows: int) -> Tile | None:
@@ -65,12 +65,12 @@ def span_length(inner: int, split: int) -> int:
     return -(-inner // (split * GRAIN)) * GRAIN
 
 
-def default_tile(rows: int, wide: bool, gated: bool, span: int) -> Tile:
+def default_tile(rows: int, wide: bool) -> Tile:
     """Safe on every chip with tensor cores: at most 96 KiB of shared memory."""
     height = next((h for h in (16, 32, 64) if rows <= h), 64)
     if rows <= 64 or not wide:
-        return Tile(height, 32 if gated else 64, 64, 4, 3)
-    return Tile(128, 64 if gated else 128, 64, 8, 3, wide=span % 64 == 0)
+        return Tile(height, 64, 64, 4, 3)
+    return Tile(128, 128, 64, 8, 3, wide=True)
 
 
 def default_split(outputs: int, inner: int) -> int:
