@@ -209,7 +209,8 @@ class Replay:
         out = torch.zeros(size, 2 * k + 4, dtype=torch.int32, device=device)
         space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash)
         run = self._plan_step(space)
-        return space, self._captured(space, run) if self._graphs else run
+        self._rehearse(space, run)
+        return space, self._captured(run) if self._graphs else run
 
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
@@ -226,18 +227,21 @@ class Replay:
 
         return torch.no_grad()(run)
 
-    def _captured(self, space: Space, run: Callable[[], None]) -> Callable[[], None]:
-        """The step as a graph. It is tried first on empty seats, which write to the trash."""
+    def _rehearse(self, space: Space, run: Callable[[], None]) -> None:
+        """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
+        state = (space.slots.control, space.slots.lengths, space.slots.history)
+        saved = [tensor.clone() for tensor in state]
         self._write_control(space, {}, [], fresh=True)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
+        run()
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The step as a graph; what it reads must outlive it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
-        self._alive.append(run)  # it holds the tensors the graph reads
+        self._alive.append(run)
         return graph.replay
 
     def _write_control(self, space: Space, seats: dict[Sequence, int], widths: list[int], fresh: bool) -> None:

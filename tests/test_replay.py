@@ -154,3 +154,14 @@ def test_an_exception_in_the_air_costs_time_and_no_text(pair, plain) -> None:  #
         engine.step()
     engine.replay.land = land
     assert finish(engine, seqs) == plain[repr(WARM)]
+
+
+def test_smaller_graphs_are_made_while_others_fly(pair) -> None:  # type: ignore[no-untyped-def]
+    """As sequences end one by one, smaller batches are rehearsed; those still flying must not notice."""
+
+    def run(**options: object) -> list[list[int]]:
+        engine = build(pair, None, **options)
+        each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (21, 5, 9, 13)]
+        return finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
+
+    assert run(k=0) == run(k=0, max_batch=1, graphs=False)
