@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
     from faircopy.replay import Flight, Replay
 
+
 class Engine:
     """Knows every part; no part knows it."""
 

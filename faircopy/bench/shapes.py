@@ -11,14 +11,14 @@ from faircopy.model.base import Model
 from faircopy.model.loader import build_decoder
 
 QWEN3: dict[str, dict[str, Any]] = {
-    "qwen3-8b": dict(
-        hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": dict(
-        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True,
-    ),
+    "qwen3-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 

@@ -68,15 +68,19 @@ class Fused(Decoder):
         """The last layer's normalised output of every row [T, hidden]."""
         s, layers = self.spec, self._layers
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
-        x, y = suite.embed_norm(
-            packed.ids, self._embedding, layers[0].before_attention, self._multiplier_value, s.eps
-        )
+        x, y = suite.embed_norm(packed.ids, self._embedding, layers[0].before_attention, self._multiplier_value, s.eps)
         for i, layer in enumerate(layers):
             last = i == len(layers) - 1
             out = self._heads(i, y, packed, cache, suite)
             parts = cast(Linear, layer.out).parts(out.view(packed.size, -1))
             y = suite.add_norm(
-                x, parts, layer.before_mlp, s.eps, layer.after_attention, s.residual_multiplier, healthy if last else None
+                x,
+                parts,
+                layer.before_mlp,
+                s.eps,
+                layer.after_attention,
+                s.residual_multiplier,
+                healthy if last else None,
             )
             parts = cast(Linear, layer.down).parts(cast(Linear, layer.gate_up).gated(y, self._activation))
             after = self._norm if last else layers[i + 1].before_attention
