@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.device_check import QWEN3_06B, QWEN3_8B
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
 from faircopy.bench.record import write
+from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_model, load_tokenizer
 from faircopy.model.selftest import self_test
 
@@ -53,7 +53,7 @@ class Session:
 
     def widened(self) -> tuple[Any, Any]:
         if self._widened is None:
-            shapes = (TINY, TINY) if self.args.small else (QWEN3_8B, QWEN3_06B)
+            shapes = (TINY, TINY) if self.args.small else tuple(QWEN3.values())
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
             pair = [
                 inflated_model(source, shape, dtype=kind, device=self.device)
@@ -237,7 +237,7 @@ class Gaps:
 
 def transformers(session: Session) -> Rows:
     """The same weights in transformers: generate() in a batch, and assistant_model= alone."""
-    shapes = (TINY, TINY) if session.args.small else (QWEN3_8B, QWEN3_06B)
+    shapes = (TINY, TINY) if session.args.small else tuple(QWEN3.values())
     target, draft = (
         stock(s, c, session.device) for s, c in zip((bundled.target(), bundled.draft()), shapes, strict=True)
     )

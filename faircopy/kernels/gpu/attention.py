@@ -292,7 +292,7 @@ def attend_pages(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks side by side; None: as it pays."""
+    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks side by side; None: as pays."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
     tiles, height = plan.rows.shape
     tree, bn = plan.bases is not None, block_length(d)
