@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ class Gaps:
             return {}
         torch.cuda.synchronize()
         inner = self.marks[2:-3]
-        gaps = sorted(a[1].elapsed_time(b[0]) for a, b in zip(inner, inner[1:], strict=False))
+        gaps = sorted(a[1].elapsed_time(b[0]) for a, b in pairwise(inner))
         times = sorted(a.elapsed_time(b) for a, b in inner)
         gap, step = gaps[len(gaps) // 2], times[len(times) // 2]
         return {"step_ms": step, "gap_ms": gap, "gap_share": gap / (gap + step)}
