@@ -12,7 +12,7 @@ import torch
 
 from faircopy.errors import ConfigError
 
-STRATEGIES = ("ragged",)
+STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -35,6 +35,9 @@ class EngineConfig:
     prefix_reuse: bool = True
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
+    refill: bool | None = None  # newcomers join a running batch; None: as the strategy was published
+    pool_window: int | None = None  # strategy "pool": sequences to choose from; None: 48, or two batches
+    pool_sort: bool = False  # strategy "pool": shortest prompts first
 
     def __post_init__(self) -> None:
         self._whole("k", 0)
@@ -44,9 +47,18 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse"):
+        for name in ("exact", "prefix_reuse", "pool_sort", *(() if self.refill is None else ("refill",))):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
+        if self.pool_window is not None:
+            self._whole("pool_window", 1)
+            if self.pool_window < self.max_batch:
+                raise ConfigError(
+                    "pool_window",
+                    self.pool_window,
+                    f"below max_batch = {self.max_batch}",
+                    "raise it, or lower max_batch",
+                )
 
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.dtype)
@@ -61,6 +73,10 @@ class EngineConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", self.device, "no GPU is visible", "use device='cpu'")
         return device
+
+    def window(self) -> int:
+        """How many sequences the strategy "pool" chooses from."""
+        return max(48, 2 * self.max_batch) if self.pool_window is None else self.pool_window
 
     def cache_bytes(self) -> int:
         """Bytes for keys and values."""

@@ -7,7 +7,6 @@ from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.model import ModelDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.base import LayerShape, cache_dtype
-from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.meter import Meter
@@ -15,6 +14,7 @@ from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.plan.length import FixedLength
 from faircopy.scheduler import Scheduler, Wish
+from faircopy.strategy import STRATEGIES
 from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
@@ -36,6 +36,7 @@ class Engine:
     ) -> None:
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.wish, self.eos = scheduler, wish, eos
+        self.layouts = [target.layout]  # and those of a draft model
         self.meter = Meter()
         self._next_id = 0
 
@@ -100,12 +101,14 @@ class Engine:
         meter.steps += 1
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += result.packed.size
-        meter.rows_moved = self.target.layout.moved
+        meter.tokens_padded += result.packed.padded
+        meter.rows_moved = sum(layout.moved for layout in self.layouts)
         meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
         meter.drafted += sum(map(len, draft.tokens))
         meter.accepted += sum(output.accepted for output in outputs)
         meter.emitted += sum(len(output.tokens) for output in outputs)
         meter.preemptions, meter.tokens_reused = self.scheduler.preemptions, self.scheduler.reused
+        meter.grouped_steps = self.scheduler.grouped
 
 
 def check_request(request: Request, model: Model, tables: Tables) -> None:
@@ -153,15 +156,19 @@ def build_engine(
     """Put the parts together: one pool and one set of tables under the target and, if there is one, the draft model."""
     config = config or EngineConfig()
     models = [target] if draft is None else [target, draft]
-    tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
-    runner = _runner(target, tables, config)
-    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, config.chunk)
+    strategy = STRATEGIES[config.strategy]
+    tables = strategy.tables(PagePool(page_count(models, config)), config)
+    runners = [Runner(model, strategy.layout(tables, model, config, model is not target)) for model in models]
+    runner = runners[0]
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), config.chunk)
     sampled = config.verifier == "rejection"
     if draft is not None:
-        drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
+        drafter = ModelDrafter(runners[1], target.vocab, config.chunk, sampled)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
+    engine = Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
+    engine.layouts = [runner.layout for runner in runners]
+    return engine
 
 
 def page_count(models: list[Model], config: EngineConfig) -> int:
@@ -176,7 +183,3 @@ def page_count(models: list[Model], config: EngineConfig) -> int:
 
 def _bytes(layer: LayerShape, model: Model) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
-
-
-def _runner(model: Model, tables: Tables, config: EngineConfig) -> Runner:
-    return Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, config.exact))

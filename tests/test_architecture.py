@@ -17,6 +17,7 @@ LEVELS: list[set[str]] = [
     {"layout", "sampling"},
     {"model"},
     {"scheduler", "policy", "drafters", "verify", "plan"},
+    {"strategy"},
     {"engine"},
     {"llm", "testing", "train"},
     {"bundled", "audit", "bench"},

@@ -39,6 +39,11 @@ class Packed:
     def size(self) -> int:
         return int(self.ids.shape[0])
 
+    @property
+    def padded(self) -> int:
+        """How many of the rows stand for nothing."""
+        return self.size - sum(self.fed) - sum(map(len, self.nodes))
+
 
 class Cache(Protocol):
     """What a model sees of a layout: a place for keys and values, and attention over them."""
