@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.inflate import inflated_model
+from faircopy.bench.record import write
 from faircopy.model.loader import load_eos, load_tokenizer
 
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
