@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-import faircopy
+from faircopy import __version__
 from faircopy.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ def origin() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "versions": {
-            "faircopy": faircopy.__version__,
+            "faircopy": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

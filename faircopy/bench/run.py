@@ -75,7 +75,8 @@ class Pass:
     decode_seconds: float
     decoded: int
     counters: dict[str, float]
-    peak: int  # bytes of keys and values held at most; on a GPU, of everything
+    peak: int  # bytes of the target's keys and values at most
+    device_peak: int  # bytes of everything on a GPU at most
 
 
 @dataclass(slots=True)
@@ -179,28 +180,23 @@ def one_pass(engine: Engine, workload: Workload) -> Pass:
     _synchronise(device)
     begin, decode, decoded = time.perf_counter(), 0.0, 0
     while engine.busy:
-        writing = not engine.scheduler.waiting and all(seq.output for seq in engine.scheduler.running)
         start = time.perf_counter()
         outputs = engine.step()
-        if writing:
+        if not any(len(output.seq.output) == len(output.tokens) for output in outputs):  # nobody's first
             decode += time.perf_counter() - start
             decoded += sum(len(output.tokens) for output in outputs)
     _synchronise(device)
     seconds = time.perf_counter() - begin
     now = engine.meter.snapshot()
     counters = {name: now[name] - before[name] for name in COUNTERS}
-    return Pass([seq.output for seq in seqs], seconds, decode, decoded, counters, _peak(engine, device))
+    peak = engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
+    whole = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Pass([seq.output for seq in seqs], seconds, decode, decoded, counters, peak, whole)
 
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _peak(engine: Engine, device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
 
 
 def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[int]]) -> dict[str, Any]:
@@ -229,6 +225,7 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
         "grouping_rate": round(counters["grouped_steps"] / counters["steps"], 3),
         "counters": {name: int(value) for name, value in counters.items()},
         "peak_bytes": max(one.peak for one in passes),
+        "device_peak_bytes": max(one.device_peak for one in passes),
         "phases": {phase: round(seconds, 4) for phase, seconds in entry.phases.items()},
         "identical": sum(a == b for a, b in zip(passes[-1].texts, texts, strict=True)),
         "of": len(texts),

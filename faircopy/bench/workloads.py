@@ -55,14 +55,13 @@ def retold(encode: Encode, tokens: int, context: int, count: int = 48, story: in
     The story is a held-out prompt and what the bundled target itself goes on to write (float32, greedy), so a model
     that writes the bundled target's text copies runs of it and leaves them again, as a summary does.
     """
-    held = held_out(encode, story, context)
-    prompts = held.first(min(count, len(held.prompts))).prompts
-    llm = LLM(bundled.target(), dtype="float32", device="cpu", memory="512MiB", prefix_reuse=False)
+    llm = LLM(bundled.target(), dtype="float32", device="cpu", memory="512MiB")
+    prompts = bundled.prompts()[:count]
     answers = llm.generate(prompts, SamplingParams(max_tokens=story), progress=False)
-    end = min(llm.engine.eos)
-    stories = [[*prompt, *(token for token in answer.token_ids if token != end)]
-               for prompt, answer in zip(prompts, answers, strict=True)]  # fmt: skip
-    asked = [[*text, end, *prompt] for text, prompt in zip(stories, prompts, strict=True)]
+    asked = [
+        [*encode(f"{prompt}{answer.text}\n\n"), *encode(prompt)]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     return Workload("retold", [ids[-(context - tokens) :] for ids in asked], tokens)
 
 
