@@ -1,0 +1,96 @@
+"""The published strategies side by side: EMS-SD's ablation, and EQSPEC against EXSPEC, in one run.
+
+python -m benchmarks.strategies --out FILE.jsonl [--device cuda --dtype bfloat16 --widen qwen3] [--parts ems exspec]
+
+Part `ems`: n-gram drafts of 7 tokens found by their last 2 (LLMA's settings) on retold stories, as many prompts as
+places in the batch. Part `exspec`: drafts of 5 tokens by the draft model on held-out prompts, several batches of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device_check import QWEN3_06B, QWEN3_8B
+from faircopy import bundled
+from faircopy.bench.pair import Pair, load_pair, widened_pair
+from faircopy.bench.record import append
+from faircopy.bench.run import Bench, Case, run
+from faircopy.bench.workloads import Workload, held_out, retold
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "head_dim": 64,
+    "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4352, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"qwen3": (QWEN3_8B, QWEN3_06B), "tiny": (TINY, TINY)}
+EMS = ("ragged", "ems", "unpad_inputs", "unpad_cache", "padded")
+EXSPEC = (("ragged", None), ("ragged", False), ("padded", None), ("realign", None), ("realign", True), ("pool", None))
+
+
+def pair_of(args: argparse.Namespace) -> Pair:
+    if args.widen == "none":
+        return load_pair(
+            bundled.target(), bundled.draft(), dtype=args.dtype, device=args.device, exact=not args.no_exact
+        )
+    return widened_pair(*SHAPES[args.widen], getattr(torch, args.dtype), args.device, not args.no_exact)
+
+
+def measure(
+    args: argparse.Namespace, pair: Pair, workload: Workload, cases: list[Case], waves: int, **more: Any
+) -> None:
+    settings = {"widened": args.widen, "waves": waves}
+    options = {"exact": not args.no_exact, **more}
+    bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings)
+    for record in run(bench, workload, cases, waves, lambda name, done, total: None):
+        append(Path(args.out), [record])
+        rate = record["decode_tokens_per_second"]
+        print(
+            f"{workload.name:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
+            f"(spread {rate['spread']:4.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+            f"{record['identical']}/{record['of']} as plain",
+            flush=True,
+        )
+
+
+def ems(args: argparse.Namespace, pair: Pair) -> None:
+    cases = [Case(strategy, "ngram", batch, 7) for batch in args.ems_batches for strategy in EMS]
+    workload = retold(pair.encode, args.tokens, pair.target.context, count=max(args.ems_batches))
+    measure(args, pair, workload, cases, 1, lookup_min=2, lookup_max=2)
+
+
+def exspec(args: argparse.Namespace, pair: Pair) -> None:
+    cases = [Case(name, "model", batch, 5, refill) for batch in args.exspec_batches for name, refill in EXSPEC]
+    measure(args, pair, held_out(pair.encode, args.tokens, pair.target.context), cases, args.waves)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--widen", choices=["none", *SHAPES], default="none", help="the bundled pair at these shapes")
+    parser.add_argument("--no-exact", action="store_true", help="without the promise of row-invariant kernels")
+    parser.add_argument("--no-profile", action="store_true", help="without the pass that times phases")
+    parser.add_argument("--parts", nargs="+", choices=["ems", "exspec"], default=["ems", "exspec"])
+    parser.add_argument("--ems-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24])
+    parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--tokens", type=int, default=64, help="per answer")
+    parser.add_argument("--waves", type=int, default=3, help="part exspec: prompts per place in the batch")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of repeats per batch size")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    begin = time.perf_counter()
+    pair = pair_of(args)
+    for part in args.parts:
+        {"ems": ems, "exspec": exspec}[part](args, pair)
+    print(f"{time.perf_counter() - begin:.0f} s, written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
