@@ -44,7 +44,8 @@ def measure(
 ) -> None:
     settings = {"widened": args.widen, "waves": waves}
     options = {"exact": not args.no_exact, **more}
-    bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings)
+    clock = "cpu" if args.device == "cpu" and args.threads == 1 else "wall"
+    bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings, clock)
     for record in run(bench, workload, cases, waves, lambda name, done, total: None):
         append(Path(args.out), [record])
         rate = record["decode_tokens_per_second"]

@@ -44,8 +44,8 @@ def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, 
         axes.bar(range(len(stacks)), heights, bottom=bottom, label=phase, color=shade, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(stacks)), [f"{name} {batch}" for name, batch in stacks], rotation=90, fontsize=7)
-    axes.set(ylabel="share of time", ylim=(0, 1))
-    _finish(file, title, figure, axes)
+    axes.set(ylabel="share of time", ylim=(0, 1.15))
+    _finish(file, title, figure, axes, columns=len(PHASES))
 
 
 def _pyplot() -> Any:
@@ -57,10 +57,10 @@ def _colour(name: str) -> str:
     return _COLOURS.get(name.partition(",")[0], "#000000")
 
 
-def _finish(file: Path, title: str, figure: Any, axes: Any) -> None:
+def _finish(file: Path, title: str, figure: Any, axes: Any, columns: int = 1) -> None:
     axes.set_title(title, fontsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=columns)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     _pyplot().close(figure)

@@ -109,9 +109,10 @@ def gather(records: list[Record]) -> list[Panel]:
 
 def tables(panel: Panel) -> list[Table]:
     """Throughput, speed-up, what it cost, where the time went."""
+    per = _per(panel)
     return [
-        _by_batch(panel, "Tokens per second, prompts included (spread of the repeats)", _rate("tokens_per_second")),
-        _by_batch(panel, "Tokens per second while decoding", _rate("decode_tokens_per_second")),
+        _by_batch(panel, f"Tokens {per}, prompts included (spread of the repeats)", _rate("tokens_per_second")),
+        _by_batch(panel, f"Tokens {per} while decoding (spread of the repeats)", _rate("decode_tokens_per_second")),
         _by_batch(panel, "Times plain decoding, while decoding", _times(panel, "decode_tokens_per_second")),
         _by_batch(panel, "Times plain decoding, prompts included", _times(panel, "tokens_per_second")),
         _costs(panel),
@@ -126,7 +127,7 @@ def plot(panel: Panel, out: Path) -> list[Path]:
         name: line for name, line in panel.lines(lambda r: panel.speedup(r, kind)).items() if name != "plain"
     }
     lines = {
-        "throughput": ("tokens per second while decoding", panel.lines(lambda r: float(r[kind]["median"]))),
+        "throughput": (f"tokens {_per(panel)} while decoding", panel.lines(lambda r: float(r[kind]["median"]))),
         "speedup": ("times plain decoding", speculative),
         "accepted": ("tokens per pass of the target", panel.lines(_per_pass)),
     }
@@ -225,6 +226,10 @@ def _shares(record: Record) -> dict[str, float]:
     """Each phase's part of the time; empty if nobody looked."""
     total = sum(record["phases"].values())
     return {phase: record["phases"].get(phase, 0.0) / total for phase in PHASES} if total else {}
+
+
+def _per(panel: Panel) -> str:
+    return "per CPU second" if panel.settings()["settings"]["clock"] == "cpu" else "per second"
 
 
 def _per_pass(record: Record) -> float:

@@ -21,6 +21,7 @@ from faircopy.layout.base import cache_dtype
 from faircopy.model.base import Model
 from faircopy.types import Request, SamplingParams
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the latter for one thread on a busy machine
 DRAFTERS = ("none", "ngram", "model")
 COUNTERS = (
     "steps", "grouped_steps", "sequence_steps", "tokens_fed", "tokens_padded", "rows_moved", "drafted", "accepted",
@@ -59,8 +60,11 @@ class Bench:
     budget: float = float("inf")  # seconds per batch size: repeats stop once they are spent
     options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
     settings: dict[str, Any] = field(default_factory=dict)  # said in the result file, not used
+    clock: str = "wall"
 
     def __post_init__(self) -> None:
+        if self.clock not in CLOCKS:
+            raise ConfigError("clock", self.clock, "unknown", f"use one of {', '.join(CLOCKS)}")
         for name, least in (("repeats", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(name, getattr(self, name), f"below {least}", f"pass {least} or more")
@@ -162,14 +166,14 @@ def _turn(bench: Bench, entry: _Entry, workload: Workload, turn: int) -> None:
     if turn < bench.warmup:
         one_pass(entry.engine, replace(workload, tokens=min(8, workload.tokens)))
     elif turn < bench.warmup + bench.repeats:
-        entry.passes.append(one_pass(entry.engine, workload))
+        entry.passes.append(one_pass(entry.engine, workload, CLOCKS[bench.clock]))
     else:
         with profiled(entry.engine) as watch:
             one_pass(entry.engine, workload)
         entry.phases = {phase: watch.seconds.get(phase, 0.0) for phase in PHASES}
 
 
-def one_pass(engine: Engine, workload: Workload) -> Pass:
+def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter) -> Pass:
     """All prompts at once, to the end."""
     device, before = engine.target.model.device, engine.meter.snapshot()
     engine.meter.pages_peak = 0
@@ -178,15 +182,15 @@ def one_pass(engine: Engine, workload: Workload) -> Pass:
     params = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
     seqs = [engine.add(Request(tuple(prompt), params)) for prompt in workload.prompts]
     _synchronise(device)
-    begin, decode, decoded = time.perf_counter(), 0.0, 0
+    begin, decode, decoded = clock(), 0.0, 0
     while engine.busy:
-        start = time.perf_counter()
+        start = clock()
         outputs = engine.step()
         if not any(len(output.seq.output) == len(output.tokens) for output in outputs):  # nobody's first
-            decode += time.perf_counter() - start
+            decode += clock() - start
             decoded += sum(len(output.tokens) for output in outputs)
     _synchronise(device)
-    seconds = time.perf_counter() - begin
+    seconds = clock() - begin
     now = engine.meter.snapshot()
     counters = {name: now[name] - before[name] for name in COUNTERS}
     peak = engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
@@ -210,6 +214,7 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
             "draft": bench.draft.name if bench.draft is not None else None,
             "dtype": str(bench.target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "clock": bench.clock,
             "warmup": bench.warmup,
             "repeats": len(passes),
             "max_tokens": workload.tokens,

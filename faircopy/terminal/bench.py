@@ -42,6 +42,7 @@ def run(
     refill: Annotated[
         bool | None, typer.Option(help="Whether newcomers join a running batch; as published if left out.")
     ] = None,
+    clock: Annotated[str, typer.Option(help="wall, or cpu: this process's own time, for a busy machine.")] = "wall",
     threads: Annotated[int | None, typer.Option(help="Of torch; one for the bundled pair.")] = None,
 ) -> None:
     """Run every combination; each text is compared with plain decoding's. Exit code 1 if `ragged` differs anywhere."""
@@ -64,7 +65,14 @@ def run(
         )
     ]
     bench = Bench(
-        pair.target, pair.draft, repeats, warmup, profile, options={"exact": exact}, settings={"waves": waves}
+        pair.target,
+        pair.draft,
+        repeats,
+        warmup,
+        profile,
+        options={"exact": exact},
+        settings={"waves": waves},
+        clock=clock,
     )
     asked = _workload(workload, pair, max_tokens)
     differ = False
