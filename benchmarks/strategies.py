@@ -2,8 +2,8 @@
 
 python -m benchmarks.strategies --out FILE.jsonl [--device cuda --dtype bfloat16 --widen qwen3] [--parts ems exspec]
 
-Part `ems`: n-gram drafts of 7 tokens found by their last 2 (LLMA's settings) on retold stories, as many prompts as
-places in the batch. Part `exspec`: drafts of 5 tokens by the draft model on held-out prompts, several batches of them.
+Part `ems`: n-gram drafts of 7 tokens found by their last 2 (LLMA's settings) on retold stories. Part `exspec`: drafts
+of 5 tokens by the draft model on held-out prompts. The same prompts at every batch size, rounded up to whole batches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ TINY = {
     "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4352, "tie_word_embeddings": True,
 }  # fmt: skip
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"qwen3": (QWEN3_8B, QWEN3_06B), "tiny": (TINY, TINY)}
-EMS = ("ragged", "ems", "unpad_inputs", "unpad_cache", "padded")
-EXSPEC = (("ragged", None), ("ragged", False), ("padded", None), ("realign", None), ("realign", True), ("pool", None))
+EMS = (
+    ("ragged", True), ("ragged", False), ("ems", False), ("unpad_inputs", False), ("unpad_cache", False),
+    ("padded", False),
+)  # fmt: skip
+EXSPEC = (("ragged", True), ("ragged", False), ("padded", False), ("realign", False), ("realign", True), ("pool", None))
 
 
 def pair_of(args: argparse.Namespace) -> Pair:
@@ -39,14 +42,12 @@ def pair_of(args: argparse.Namespace) -> Pair:
     return widened_pair(*SHAPES[args.widen], getattr(torch, args.dtype), args.device, not args.no_exact)
 
 
-def measure(
-    args: argparse.Namespace, pair: Pair, workload: Workload, cases: list[Case], waves: int, **more: Any
-) -> None:
-    settings = {"widened": args.widen, "waves": waves}
+def measure(args: argparse.Namespace, pair: Pair, workload: Workload, cases: list[Case], **more: Any) -> None:
+    settings = {"widened": args.widen}
     options = {"exact": not args.no_exact, **more}
     clock = "cpu" if args.device == "cpu" and args.threads == 1 else "wall"
     bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings, clock)
-    for record in run(bench, workload, cases, waves, lambda name, done, total: None):
+    for record in run(bench, workload, cases, args.prompts, lambda name, done, total: None):
         append(Path(args.out), [record])
         rate = record["decode_tokens_per_second"]
         print(
@@ -58,14 +59,15 @@ def measure(
 
 
 def ems(args: argparse.Namespace, pair: Pair) -> None:
-    cases = [Case(strategy, "ngram", batch, 7) for batch in args.ems_batches for strategy in EMS]
-    workload = retold(pair.encode, args.tokens, pair.target.context, count=max(args.ems_batches))
-    measure(args, pair, workload, cases, 1, lookup_min=2, lookup_max=2)
+    cases = [Case(name, "ngram", batch, 7, refill) for batch in args.ems_batches for name, refill in EMS]
+    count = max(args.prompts, *args.ems_batches)
+    workload = retold(pair.encode, args.tokens, pair.target.context, count)
+    measure(args, pair, workload, cases, lookup_min=2, lookup_max=2)
 
 
 def exspec(args: argparse.Namespace, pair: Pair) -> None:
     cases = [Case(name, "model", batch, 5, refill) for batch in args.exspec_batches for name, refill in EXSPEC]
-    measure(args, pair, held_out(pair.encode, args.tokens, pair.target.context), cases, args.waves)
+    measure(args, pair, held_out(pair.encode, args.tokens, pair.target.context), cases)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,9 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-profile", action="store_true", help="without the pass that times phases")
     parser.add_argument("--parts", nargs="+", choices=["ems", "exspec"], default=["ems", "exspec"])
     parser.add_argument("--ems-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24])
-    parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
-    parser.add_argument("--waves", type=int, default=3, help="part exspec: prompts per place in the batch")
+    parser.add_argument("--prompts", type=int, default=24, help="per run, rounded up to whole batches")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of repeats per batch size")
     parser.add_argument("--threads", type=int, default=1)

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from faircopy import __version__
 from faircopy.errors import CheckpointError
 
 
+@cache
 def origin() -> dict[str, Any]:
-    """Commit, versions and device of the numbers made here and now."""
+    """Commit, versions and device of the numbers this process makes; the commit is the one it began with."""
     return {
         "commit": _commit(),
         "versions": {

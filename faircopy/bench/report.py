@@ -247,13 +247,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _place(record: Record) -> tuple[Any, ...]:
     settings = record["settings"]
-    return (
-        record["device"],
-        settings["target"],
-        settings["dtype"],
-        record["workload"],
-        settings["prompts"] // record["batch"],
-    )
+    return (record["device"], settings["target"], settings["dtype"], record["workload"])
 
 
 def _title(record: Record) -> str:
@@ -268,9 +262,7 @@ def _slug(record: Record) -> str:
 
 def _said(record: Record) -> str:
     s = record["settings"]
-    waves = s["prompts"] // record["batch"]
-    prompts = "as many prompts as places in the batch" if waves == 1 else f"{waves} prompts per place in the batch"
     return (
-        f"Target {s['target']}, draft {s['draft'] or 'none'}; {prompts}, {s['max_tokens']} tokens each, medians of "
-        f"{s['repeats']} runs in turns, {s['threads']} CPU thread(s)."
+        f"Target {s['target']}, draft {s['draft'] or 'none'}; {s['prompts']} prompts (rounded up to whole batches), "
+        f"{s['max_tokens']} tokens each, medians of {s['repeats']} runs in turns, {s['threads']} CPU thread(s)."
     )

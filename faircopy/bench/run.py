@@ -19,6 +19,7 @@ from faircopy.engine import Engine, build_engine
 from faircopy.errors import ConfigError
 from faircopy.layout.base import cache_dtype
 from faircopy.model.base import Model
+from faircopy.strategy import STRATEGIES
 from faircopy.types import Request, SamplingParams
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the latter for one thread on a busy machine
@@ -45,7 +46,8 @@ class Case:
         """What a table calls it, batch and k aside."""
         if self.drafter == "none" and self.strategy == "ragged":
             return "plain"
-        return self.strategy + {None: "", True: ", refilled", False: ", whole batches"}[self.refill]
+        published = self.refill is None or self.refill == STRATEGIES[self.strategy].refills
+        return self.strategy if published else f"{self.strategy}, {'refilled' if self.refill else 'whole batches'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +96,17 @@ class _Entry:
 
 
 def run(
-    bench: Bench, workload: Workload, cases: list[Case], waves: int, progress: Progress
+    bench: Bench, workload: Workload, cases: list[Case], prompts: int, progress: Progress
 ) -> Iterator[dict[str, Any]]:
-    """One record per case; `waves` batches of prompts each. Plain decoding is measured beside them at every batch."""
-    cases = [case for case in cases if case.name != "plain"]
+    """One record per case. Each answers this many prompts, or more: whole batches of them.
+
+    Plain decoding is measured beside them at every batch size.
+    """
+    cases = [case for case in cases if checked(bench, case).name != "plain"]
     known = origin()
     for batch in sorted({case.batch for case in cases}):
         plain = Case("ragged", "none", batch, 0)
-        asked = workload.first(batch * waves)
+        asked = workload.first(-(-prompts // batch) * batch)
         group = [plain, *(case for case in cases if case.batch == batch)]
         entries = [_Entry(case, make_engine(bench, case, asked)) for case in group]
         _measure(bench, entries, asked, progress)
@@ -110,12 +115,18 @@ def run(
             yield known | _record(bench, asked, entry, texts)
 
 
-def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
-    """An engine with room for the whole batch; known prefixes would make repeats free, so they are not kept."""
+def checked(bench: Bench, case: Case) -> Case:
+    """The case, or what is wrong with it before anything has run."""
     if case.drafter not in DRAFTERS:
         raise ConfigError("drafter", case.drafter, "unknown", f"use one of {', '.join(DRAFTERS)}")
     if case.drafter == "model" and bench.draft is None:
         raise ConfigError("drafter", "model", "there is no draft model", "pass --draft")
+    EngineConfig(strategy=case.strategy, max_batch=case.batch, k=case.k, refill=case.refill)
+    return case
+
+
+def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
+    """An engine with room for the whole batch; known prefixes would make repeats free, so they are not kept."""
     config = EngineConfig(
         **{
             "strategy": case.strategy,

@@ -31,7 +31,7 @@ def run(
     drafter: Annotated[list[str] | None, typer.Option(help="none, ngram or model.")] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", help="Batch sizes.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", help="Draft tokens per step.")] = None,
-    waves: Annotated[int, typer.Option(help="Prompts per place in the batch.")] = 2,
+    prompts: Annotated[int, typer.Option(help="Prompts per run; rounded up to whole batches.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer, no more and no fewer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case, in turns.")] = 3,
     warmup: Annotated[int, typer.Option(help="Short runs before.")] = 1,
@@ -71,13 +71,12 @@ def run(
         warmup,
         profile,
         options={"exact": exact},
-        settings={"waves": waves},
         clock=clock,
     )
     asked = _workload(workload, pair, max_tokens)
     differ = False
     with _Bar() as bar:
-        for record in measure(bench, asked, cases, waves, bar.show):
+        for record in measure(bench, asked, cases, prompts, bar.show):
             _append(out, record)
             bar.say(_line(record))
             differ |= exact and record["strategy"] == "ragged" and record["identical"] < record["of"]
