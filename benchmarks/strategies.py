@@ -26,7 +26,8 @@ TINY = {
     "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "head_dim": 64,
     "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4352, "tie_word_embeddings": True,
 }  # fmt: skip
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"qwen3": (QWEN3_8B, QWEN3_06B), "tiny": (TINY, TINY)}
+TINY_DRAFT = {**TINY, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"qwen3": (QWEN3_8B, QWEN3_06B), "tiny": (TINY, TINY_DRAFT)}
 EMS = (
     ("ragged", True), ("ragged", False), ("ems", False), ("unpad_inputs", False), ("unpad_cache", False),
     ("padded", False),
