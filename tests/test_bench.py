@@ -210,7 +210,7 @@ def test_the_script_behind_the_figures_runs_widened(quiet: None, tmp_path: Path)
     out = tmp_path / "results.jsonl"
     strategies(
         ["--out", str(out), "--widen", "tiny", "--ems-batches", "2", "--exspec-batches", "2", "--tokens", "3",
-         "--prompts", "2", "--repeats", "1"]
+         "--prompts", "2", "--repeats", "1", "--no-profile"]
     )  # fmt: skip
     records = read(out)
     assert len(records) == 14
