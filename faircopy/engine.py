@@ -157,7 +157,7 @@ def build_engine(
     config = config or EngineConfig()
     models = [target] if draft is None else [target, draft]
     strategy = STRATEGIES[config.strategy]
-    tables = strategy.tables(PagePool(page_count(models, config)), config)
+    tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
     runners = [Runner(model, strategy.layout(tables, model, config, model is not target)) for model in models]
     runner = runners[0]
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), config.chunk)
@@ -171,11 +171,10 @@ def build_engine(
     return engine
 
 
-def page_count(models: list[Model], config: EngineConfig) -> int:
-    """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
+def page_count(models: list[Model], config: EngineConfig, most: int) -> int:
+    """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
-    useful = config.max_batch * -(-models[0].context // config.page)
-    pages = min(config.cache_bytes() // max(1, per_page), useful)
+    pages = min(config.cache_bytes() // max(1, per_page), -(-most // config.page))
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages

@@ -30,6 +30,12 @@ class Strategy:
     def tables(self, pool: PagePool, config: EngineConfig) -> Tables:
         return RowTables(pool, config.page) if self.dense else Tables(pool, config.page, config.prefix_reuse)
 
+    def tokens(self, context: int, config: EngineConfig) -> int:
+        """How many tokens' keys a full batch could ever use; a shared length may be k + 1 times that of its rows."""
+        rows = config.window() if self.same_length else config.max_batch
+        width = context * (config.k + 1) if self.dense else -(-context // config.page) * config.page
+        return rows * width
+
     def policy(self, config: EngineConfig) -> Policy:
         if self.same_length:
             return SameLength(config.max_batch, config.window(), config.pool_sort)
