@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, pair: Pair, workload: Workload, cases: lis
     options = {"exact": not args.no_exact, **more}
     clock = "cpu" if args.device == "cpu" and args.threads == 1 else "wall"
     bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings, clock)
-    for record in run(bench, workload, cases, args.prompts, lambda name, done, total: None):
+    for record in run(bench, workload, cases, args.prompts, lambda *_: None, args.waves):
         append(Path(args.out), [record])
         rate = record["decode_tokens_per_second"]
         print(
@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--prompts", type=int, default=24, help="per run, rounded up to whole batches")
+    parser.add_argument("--waves", type=int, default=1, help="at least this many batches of prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of repeats per batch size")
     parser.add_argument("--threads", type=int, default=1)

@@ -96,23 +96,24 @@ class _Entry:
 
 
 def run(
-    bench: Bench, workload: Workload, cases: list[Case], prompts: int, progress: Progress
+    bench: Bench, workload: Workload, cases: list[Case], prompts: int, progress: Progress, waves: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """One record per case. Each answers this many prompts, or more: whole batches of them.
+    """One record per case. Each answers this many prompts, or more: whole batches of them, at least `waves`.
 
     Plain decoding is measured beside them at every batch size.
     """
     cases = [case for case in cases if checked(bench, case).name != "plain"]
-    known = origin()
     for batch in sorted({case.batch for case in cases}):
-        plain = Case("ragged", "none", batch, 0)
-        asked = workload.first(-(-prompts // batch) * batch)
-        group = [plain, *(case for case in cases if case.batch == batch)]
-        entries = [_Entry(case, make_engine(bench, case, asked)) for case in group]
-        _measure(bench, entries, asked, progress)
-        texts = entries[0].passes[0].texts
-        for entry in entries:
-            yield known | _record(bench, asked, entry, texts)
+        group = [Case("ragged", "none", batch, 0), *(case for case in cases if case.batch == batch)]
+        yield from _together(bench, workload.first(max(-(-prompts // batch), waves) * batch), group, progress)
+
+
+def _together(bench: Bench, workload: Workload, cases: list[Case], progress: Progress) -> list[dict[str, Any]]:
+    """Records of cases with one batch size, the first of them plain decoding."""
+    entries = [_Entry(case, make_engine(bench, case, workload)) for case in cases]
+    _measure(bench, entries, workload, progress)
+    texts = entries[0].passes[0].texts
+    return [origin() | _record(bench, workload, entry, texts) for entry in entries]
 
 
 def checked(bench: Bench, case: Case) -> Case:
