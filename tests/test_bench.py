@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,15 @@ def test_unreadable_results_are_refused_by_name(tmp_path: Path) -> None:
     for name in ("bad.jsonl", "empty.jsonl", "missing.jsonl"):
         with pytest.raises(CheckpointError, match=name):
             write_report([tmp_path / name], tmp_path / "out")
+
+
+def test_a_missing_plotting_library_is_named(
+    records: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(tmp_path / "results.jsonl", records)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="matplotlib"):
+        write_report([tmp_path / "results.jsonl"], tmp_path / "out")
 
 
 def test_workloads() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from faircopy.bench.phases import PHASES
+from faircopy.errors import ConfigError
 
 _COLOURS = {
     "plain": "#777777", "ragged": "#1b7f4b", "ems": "#7fbf7b", "unpad_inputs": "#5ab4d6", "unpad_cache": "#2166ac",
@@ -49,7 +50,10 @@ def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, 
 
 
 def _pyplot() -> Any:
-    import_module("matplotlib").use("Agg")  # no window; imported here because only pictures need it
+    try:
+        import_module("matplotlib").use("Agg")  # no window; imported here because only pictures need it
+    except ImportError as error:
+        raise ConfigError("plots", "matplotlib", "not installed", 'pip install "faircopy[bench]"') from error
     return import_module("matplotlib.pyplot")
 
 

@@ -24,7 +24,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One step's tokens of all sequences, end to end: no padding. Everything that depends on lengths is here."""
+    """One step's tokens of all sequences; with pages, end to end. Everything that depends on lengths is here."""
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
