@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,8 +224,8 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
         "settings": {
             **bench.settings,
             **bench.options,
-            "target": bench.target.name,
-            "draft": bench.draft.name if bench.draft is not None else None,
+            "target": _short(bench.target.name),
+            "draft": _short(bench.draft.name) if bench.draft is not None else None,
             "dtype": str(bench.target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "clock": bench.clock,
@@ -247,6 +249,11 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
         "identical": sum(a == b for a, b in zip(passes[-1].texts, texts, strict=True)),
         "of": len(texts),
     }
+
+
+def _short(name: str) -> str:
+    """A model's name without the folder we are in."""
+    return name.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def rate(values: list[float]) -> dict[str, Any]:
