@@ -54,9 +54,9 @@ class WrongMask(SharedLayout):
 class WrongCache(AlignedLayout):
     """Cache out of step: tokens, positions and mask are realigned, keys and values stay where they were."""
 
-    def align(self, seqs: list[Sequence]) -> None:
+    def align(self, seqs: list[Sequence], room: int) -> None:
         seats, pools = dict(self._seats), [*self._keys, *self._values]
-        super().align(seqs)
+        super().align(seqs, room)
         for new, old in zip((*self._keys, *self._values), pools, strict=True):
             width = min(new.shape[1], old.shape[1])
             for seq, row in seats.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -145,7 +145,7 @@ class DenseLayout:
 
     def pack(self, batch: Batch, draft: Draft, done: int = 0) -> DensePacked:
         """Uncached tokens, then the draft nodes from `done` on, of each sequence, in its row."""
-        self._seat(batch.seqs, fresh=any(self.cached(s) < u for s, u in zip(batch.seqs, batch.upto, strict=True)))
+        self._seat(batch)
         feeds = [self._feed(batch, draft, i, done) for i in range(len(batch))]
         self._widen(max(feed.end for feed in feeds))
         for seq, feed in zip(batch.seqs, feeds, strict=True):
@@ -226,9 +226,9 @@ class DenseLayout:
         """The column at which this row goes on."""
         return int(self._ends[row])
 
-    def _seat(self, seqs: list[Sequence], fresh: bool) -> None:
+    def _seat(self, batch: Batch) -> None:
         """A row for everybody, those of the departed first."""
-        newcomers = [seq for seq in seqs if seq not in self._seats]
+        newcomers = [seq for seq in batch.seqs if seq not in self._seats]
         more = len(newcomers) - len(self._vacant)
         if self._rows + more > len(self._ends):
             self._rebuild(self._rows + more, self._place.shape[1], range(self._rows))
@@ -294,36 +294,37 @@ class DenseLayout:
 
     def _packed(self, batch: Batch, feeds: list[_Feed]) -> DensePacked:
         rows, queries = self._rows, max(feed.size for feed in feeds)
-        places = [feed.row * queries + np.arange(feed.size) for feed in feeds]  # of each feed in the grid
-        offsets = np.cumsum([0, *(feed.size for feed in feeds)])
-        starts = offsets if self.packs else [feed.row * queries for feed in feeds]
-        grid_ids, grid_where = np.zeros(rows * queries, np.int64), np.zeros(rows * queries, np.int64)
-        wanted, slots = [], []
-        for i, (feed, place) in enumerate(zip(feeds, places, strict=True)):
-            seq, upto, asks = batch.seqs[i], batch.upto[i], feed.asks
-            grid_ids[place], grid_where[place] = feed.ids, feed.where[asks]
-            slots.append(feed.row * self._place.shape[1] + feed.first + asks)
-            complete = batch.complete(i)
-            wanted.append(starts[i] + _wanted(seq, upto - feed.fed, upto, complete, len(feed.live)))
-        real, ends = np.concatenate(places), np.cumsum([0, *map(len, wanted)])
-        grid = np.zeros(rows * queries, np.int64)
-        grid[real] = np.arange(len(real))
+        real = np.concatenate([feed.row * queries + np.arange(feed.size) for feed in feeds])  # their places in the grid
+        ids, where, grid = (np.zeros(rows * queries, np.int64) for _ in range(3))
+        ids[real], grid[real] = np.concatenate([feed.ids for feed in feeds]), np.arange(len(real))
+        where[real] = np.concatenate([feed.where[feed.asks] for feed in feeds])
+        slots = [feed.row * self._place.shape[1] + feed.first + feed.asks for feed in feeds]
+        wanted = self._wanted(batch, feeds, queries)
         shape = (rows, queries, max(feed.end for feed in feeds))
         return DensePacked(
-            ids=self._tensor(grid_ids[real] if self.packs else grid_ids),
-            positions=self._tensor(grid_where[real] if self.packs else grid_where),
+            ids=self._tensor(ids[real] if self.packs else ids),
+            positions=self._tensor(where[real] if self.packs else where),
             slots=self._tensor(np.concatenate(slots)),
             plans={},
             wanted=self._tensor(np.concatenate(wanted)),
             fed=[feed.fed for feed in feeds],
             nodes=[feed.live for feed in feeds],
-            rows=[range(int(a), int(b)) for a, b in pairwise(ends)],
+            rows=[range(start, stop) for start, stop in pairwise(accumulate(map(len, wanted), initial=0))],
             shape=shape,
-            masks=self._masks(feeds, grid_where.reshape(rows, queries), shape),
+            masks=self._masks(feeds, where.reshape(rows, queries), shape),
             real=None if self.packs else self._tensor(real),
             grid=self._tensor(grid) if self.packs else None,
             order=self._tensor(real) if self.packs else None,
         )
+
+    def _wanted(self, batch: Batch, feeds: list[_Feed], queries: int) -> list[Ints]:
+        """Per sequence, its rows of the pass whose logits are needed."""
+        packed = accumulate((feed.size for feed in feeds), initial=0)
+        starts = packed if self.packs else (feed.row * queries for feed in feeds)
+        return [
+            start + _wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live))
+            for start, seq, upto, feed in zip(starts, batch.seqs, batch.upto, feeds, strict=False)
+        ]
 
     def _masks(self, feeds: list[_Feed], where: Ints, shape: tuple[int, int, int]) -> dict[tuple[int, int], Tensor]:
         """What each place may look at: its row's cached tokens, and what its own feed says; padding sees everything."""
@@ -371,13 +372,12 @@ class AlignedLayout(DenseLayout):
         self._lazy, self._keeps_vacant = lazy, keeps_vacant
         self._absent: dict[Sequence, list[Tensor]] = {}  # keys and values, layer by layer
 
-    def align(self, seqs: list[Sequence]) -> None:
+    def align(self, seqs: list[Sequence], room: int) -> None:
         """A new rectangle of these rows, and of the vacant ones where those stay until the batch is done."""
         cuts = self._absent | {seq: self._cut(seq) for seq in self._seats}
-        newcomers = sum(seq not in cuts for seq in seqs)
-        vacant = max(0, len(self._vacant) - newcomers) if self._keeps_vacant else 0
         width = max(map(self.cached, seqs))
-        self._rebuild(len(seqs) + vacant, width)
+        vacant = self._left_vacant(sum(seq not in cuts for seq in seqs), len(seqs), width + room)
+        self._rebuild(len(seqs) + vacant, width + room)
         self._seats = {seq: row for row, seq in enumerate(seqs)}
         self._vacant = list(range(len(seqs), len(seqs) + vacant))
         for seq, row in self._seats.items():
@@ -394,10 +394,16 @@ class AlignedLayout(DenseLayout):
         super().forget(seq)
         self._absent.pop(seq, None)
 
-    def _seat(self, seqs: list[Sequence], fresh: bool) -> None:
+    def _seat(self, batch: Batch) -> None:
         """At the beginning of a step rows must end together."""
-        if fresh and not (self._lazy and self._in_line(seqs)):
-            self.align(seqs)
+        feeds = [upto - self.cached(seq) for seq, upto in zip(batch.seqs, batch.upto, strict=True)]
+        if any(feeds) and not (self._lazy and self._in_line(batch.seqs)):
+            self.align(batch.seqs, max(map(sum, zip(feeds, batch.room, strict=True))))
+
+    def _left_vacant(self, newcomers: int, rows: int, width: int) -> int:
+        """How many vacant rows stay: those that no newcomer takes, if they are to stay and memory has room for them."""
+        left = max(0, len(self._vacant) - newcomers) if self._keeps_vacant else 0
+        return left if (rows + left) * width <= self.tables.capacity else 0
 
     def _in_line(self, seqs: list[Sequence]) -> bool:
         stay = self._seats.keys() == set(seqs) and (self._keeps_vacant or not self._vacant)
