@@ -43,32 +43,46 @@ def pair_of(args: argparse.Namespace) -> Pair:
     return widened_pair(*SHAPES[args.widen], getattr(torch, args.dtype), args.device, not args.no_exact)
 
 
-def measure(args: argparse.Namespace, pair: Pair, workload: Workload, cases: list[Case], **more: Any) -> None:
-    settings = {"widened": args.widen}
+def measure(
+    args: argparse.Namespace, pair: Pair, workload: Workload, cases: list[Case], waves: int, **more: Any
+) -> None:
+    """One batch size after the other, until the part's time is spent."""
     options = {"exact": not args.no_exact, **more}
     clock = "cpu" if args.device == "cpu" and args.threads == 1 else "wall"
+    settings = {"widened": args.widen}
     bench = Bench(pair.target, pair.draft, args.repeats, 1, not args.no_profile, args.budget, options, settings, clock)
-    for record in run(bench, workload, cases, args.prompts, lambda *_: None, args.waves):
-        append(Path(args.out), [record])
-        rate = record["decode_tokens_per_second"]
-        print(
-            f"{workload.name:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
-            f"(spread {rate['spread']:4.0%})  {record['accepted_per_step']:.2f} tokens/step  "
-            f"{record['identical']}/{record['of']} as plain",
-            flush=True,
-        )
+    begin = time.perf_counter()
+    for batch in dict.fromkeys(case.batch for case in cases):
+        if time.perf_counter() - begin > args.seconds:
+            print(f"{workload.name}: batch {batch} left out, {args.seconds:.0f} s are spent", flush=True)
+            continue
+        group = [case for case in cases if case.batch == batch]
+        for record in run(bench, workload, group, args.prompts, lambda *_: None, waves):
+            append(Path(args.out), [record])
+            say(record)
+
+
+def say(record: dict[str, Any]) -> None:
+    rate = record["decode_tokens_per_second"]
+    print(
+        f"{record['workload']:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
+        f"(spread {rate['spread']:4.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"{record['identical']}/{record['of']} as plain",
+        flush=True,
+    )
 
 
 def ems(args: argparse.Namespace, pair: Pair) -> None:
     cases = [Case(name, "ngram", batch, 7, refill) for batch in args.ems_batches for name, refill in EMS]
     count = max(args.prompts, *args.ems_batches)
     workload = retold(pair.encode, args.tokens, pair.target.context, count)
-    measure(args, pair, workload, cases, lookup_min=2, lookup_max=2)
+    measure(args, pair, workload, cases, 1, lookup_min=2, lookup_max=2)
 
 
 def exspec(args: argparse.Namespace, pair: Pair) -> None:
     cases = [Case(name, "model", batch, 5, refill) for batch in args.exspec_batches for name, refill in EXSPEC]
-    measure(args, pair, held_out(pair.encode, args.tokens, pair.target.context), cases)
+    chosen = [case for case in cases if not args.exspec_only or case.name in args.exspec_only]
+    measure(args, pair, held_out(pair.encode, args.tokens, pair.target.context), chosen, args.waves)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -84,7 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--prompts", type=int, default=24, help="per run, rounded up to whole batches")
-    parser.add_argument("--waves", type=int, default=1, help="at least this many batches of prompts")
+    parser.add_argument("--waves", type=int, default=1, help="part exspec: at least this many batches of prompts")
+    parser.add_argument("--exspec-only", nargs="+", help="part exspec: only these, by the names in the output")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="per part: then no further batch size")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of repeats per batch size")
     parser.add_argument("--threads", type=int, default=1)

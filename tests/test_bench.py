@@ -222,8 +222,12 @@ def test_the_script_behind_the_figures_runs_widened(quiet: None, tmp_path: Path)
         ["--out", str(out), "--widen", "tiny", "--ems-batches", "2", "--exspec-batches", "2", "--tokens", "3",
          "--prompts", "2", "--repeats", "1", "--no-profile"]
     )  # fmt: skip
+    strategies(
+        ["--out", str(out), "--widen", "tiny", "--parts", "exspec", "--exspec-only", "pool", "--seconds", "0",
+         "--exspec-batches", "1", "2", "--tokens", "3", "--prompts", "1", "--waves", "2", "--repeats", "1"]
+    )  # fmt: skip
     records = read(out)
-    assert len(records) == 14
+    assert [(record["name"], record["batch"]) for record in records[14:]] == [("plain", 1), ("pool", 1)]
     assert all(record["identical"] == record["of"] == 2 for record in records)
     assert {record["workload"] for record in records} == {"retold", "prompts"}
 
