@@ -10,7 +10,6 @@ from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.model import ModelDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.base import LayerShape, cache_dtype
-from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.meter import Meter
@@ -19,6 +18,7 @@ from faircopy.model.runner import Runner
 from faircopy.plan.length import FixedLength
 from faircopy.plan.room import pass_bytes
 from faircopy.scheduler import Scheduler, Wish
+from faircopy.strategy import STRATEGIES
 from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
@@ -45,6 +45,7 @@ class Engine:
     ) -> None:
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.wish, self.eos, self.replay = scheduler, wish, eos, replay
+        self.layouts = [target.layout]  # and those of a draft model
         self.meter = Meter()
         self._flight: Flight | None = None  # a step launched and not landed
         self._next_id = 0
@@ -123,7 +124,7 @@ class Engine:
         self.target.layout.publish(batch, verdict)  # full pages may now be shared
         self.drafter.observe(batch, draft, result, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
-        self._record(draft, result.packed.size, 0, outputs)
+        self._record(draft, result.packed.size, result.packed.padded, outputs)
         return outputs
 
     def _forget_departed(self) -> None:
@@ -137,12 +138,13 @@ class Engine:
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += fed
         meter.tokens_padded += padded
-        meter.rows_moved = self.target.layout.moved
+        meter.rows_moved = sum(layout.moved for layout in self.layouts)
         meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
         meter.drafted += sum(map(len, draft.tokens))
         meter.accepted += sum(output.accepted for output in outputs)
         meter.emitted += sum(len(output.tokens) for output in outputs)
         meter.preemptions, meter.tokens_reused = self.scheduler.preemptions, self.scheduler.reused
+        meter.grouped_steps = self.scheduler.grouped
 
 
 def check_request(request: Request, model: Model, tables: Tables) -> None:
@@ -194,18 +196,21 @@ def build_engine(
     """
     config = config or EngineConfig()
     models = [target] if draft is None else [target, draft]
-    tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
-    runner = _runner(target, tables, config, suite)
-    chunk = config.chunk_on(target.device)
-    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, chunk)
+    strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
+    tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
+    runners = [Runner(model, strategy.layout(tables, model, config, model is not target, suite)) for model in models]
+    runner = runners[0]
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), chunk)
     sampled = config.verifier == "rejection"
     if draft is not None:
-        drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, chunk, sampled)
+        drafter = ModelDrafter(runners[1], target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     replay = None if sampled or not config.graphs else build_replay(runner, drafter, tables, config)
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
+    engine = Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
+    engine.layouts = [runner.layout for runner in runners]
+    return engine
 
 
 def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: EngineConfig) -> Replay | None:
@@ -221,14 +226,13 @@ def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: Engin
     return Replay(target, drafter, tables, config.max_batch)
 
 
-def page_count(models: list[Model], config: EngineConfig) -> int:
-    """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
+def page_count(models: list[Model], config: EngineConfig, most: int) -> int:
+    """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
-    useful = config.max_batch * -(-models[0].context // config.page)
     device = models[0].device
     measured = config.memory is None and device.type == "cuda"
     passes = sum(pass_bytes(model, config.chunk_on(device)) for model in models) if measured else 0
-    pages = min(config.cache_bytes(device, passes) // max(1, per_page), useful)
+    pages = min(config.cache_bytes(device, passes) // max(1, per_page), -(-most // config.page))
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages
@@ -236,7 +240,3 @@ def page_count(models: list[Model], config: EngineConfig) -> int:
 
 def _bytes(layer: LayerShape, model: Model) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
-
-
-def _runner(model: Model, tables: Tables, config: EngineConfig, suite: Suite | None) -> Runner:
-    return Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite))
