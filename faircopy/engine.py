@@ -159,6 +159,7 @@ def build_engine(
     sampled = config.verifier == "rejection"
     if draft is not None:
         drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
+    runner.wants = getattr(drafter, "wants", ())
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
