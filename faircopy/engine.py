@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.heads import Head, HeadDrafter
 from faircopy.drafters.model import ModelDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.base import LayerShape, cache_dtype
@@ -145,19 +148,21 @@ def build_engine(
     target: Model,
     drafter: Drafter | None = None,
     *,
-    draft: Model | None = None,
+    draft: Model | Head | None = None,
     config: EngineConfig | None = None,
     eos: frozenset[int] = frozenset(),
     wish: Wish | None = None,
 ) -> Engine:
-    """Put the parts together: one pool and one set of tables under the target and, if there is one, the draft model."""
+    """Put the parts together: one pool and one set of tables under the target and its draft model or head, if any."""
     config = config or EngineConfig()
-    models = [target] if draft is None else [target, draft]
+    models: list[Model | Head] = [target] if draft is None else [target, draft]
     tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
     runner = _runner(target, tables, config)
     scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, config.chunk)
     sampled = config.verifier == "rejection"
-    if draft is not None:
+    if isinstance(draft, Head):
+        drafter = HeadDrafter(draft, _layout(draft, tables, config), config.chunk, sampled)
+    elif draft is not None:
         drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
     runner.wants = getattr(drafter, "wants", ())
     verifier = RejectionVerifier() if sampled else ExactVerifier()
@@ -165,7 +170,7 @@ def build_engine(
     return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
 
 
-def page_count(models: list[Model], config: EngineConfig) -> int:
+def page_count(models: Seq[Model | Head], config: EngineConfig) -> int:
     """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
     useful = config.max_batch * -(-models[0].context // config.page)
@@ -175,9 +180,13 @@ def page_count(models: list[Model], config: EngineConfig) -> int:
     return pages
 
 
-def _bytes(layer: LayerShape, model: Model) -> int:
+def _bytes(layer: LayerShape, model: Model | Head) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
 
 
 def _runner(model: Model, tables: Tables, config: EngineConfig) -> Runner:
-    return Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, config.exact))
+    return Runner(model, _layout(model, tables, config))
+
+
+def _layout(model: Model | Head, tables: Tables, config: EngineConfig) -> PagedLayout:
+    return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact)

@@ -44,8 +44,8 @@ class PagedLayout:
             self._cached[seq] = self._known_prefix(seq)
         return self._cached[seq]
 
-    def pack(self, batch: Batch, draft: Draft, done: int = 0) -> Packed:
-        """Uncached tokens, then the draft nodes from `done` on, of each sequence."""
+    def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> Packed:
+        """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence."""
         ids: list[int] = []
         positions: list[Ints] = []
         slots: list[Ints] = []
@@ -56,7 +56,8 @@ class PagedLayout:
         rows: list[range] = []
         for i, seq in enumerate(batch.seqs):
             start, upto = self.cached(seq), batch.upto[i]
-            live = range(min(done, len(draft.tokens[i])), len(draft.tokens[i])) if batch.complete(i) else range(0)
+            first_node = min(done if isinstance(done, int) else done[i], len(draft.tokens[i]))
+            live = range(first_node, len(draft.tokens[i])) if batch.complete(i) else range(0)
             depths = _depths(draft.parents[i])
             end = upto + live.stop
             path = self._slots(seq, end)

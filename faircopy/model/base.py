@@ -10,7 +10,6 @@ from torch import Tensor
 
 from faircopy.layout.base import Cache, LayerShape, Packed
 
-
 FINAL = -1  # the normalised state that a model's head reads
 
 

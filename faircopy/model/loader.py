@@ -84,13 +84,13 @@ def fits_decoder(config: Any) -> bool:
 
 
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
-    tensors = _Tensors(folder, dtype, device)
+    tensors = Tensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
     spec = decoder_spec(config, *_rope(config))
     return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
 
 
-def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
+def _check_tensors(name: str, config: Any, tensors: Tensors) -> None:
     """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
     from transformers import AutoModelForCausalLM
 
@@ -118,12 +118,13 @@ def _rope(config: Any) -> tuple[Tensor, float]:
     return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
 
 
-class _Tensors:
+class Tensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._readers: dict[str, Callable[[], Tensor]] = {}
+        self._starts: dict[str, Callable[[], Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self._open(file)
@@ -139,6 +140,13 @@ class _Tensors:
         """A tensor's shape, without reading it."""
         return self._shapes.get(name)
 
+    def names(self) -> list[str]:
+        return list(self._readers)
+
+    def beginning(self, name: str, count: int = 16) -> Tensor:
+        """The first numbers of a tensor, without reading all of it."""
+        return self._starts[name]().flatten()[:count].to(self._dtype)
+
     def _open(self, file: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
@@ -148,23 +156,31 @@ class _Tensors:
             raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
         names = list(handle.keys())
         self._readers |= {name: partial(handle.get_tensor, name) for name in names}
+        self._starts |= {name: partial(_first_row, handle, name) for name in names}
         self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
         state = _from_pretrained(str(folder), folder, self._dtype).state_dict()
-        self._readers = {name: partial(state.__getitem__, name) for name in state}
+        self._readers = self._starts = {name: partial(state.__getitem__, name) for name in state}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _check_index(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             return
-        for name, file in _read_json(index).get("weight_map", {}).items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             if name not in self._readers:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
                 )
+
+
+def _first_row(handle: Any, name: str) -> Tensor:
+    part: Tensor = (
+        handle.get_slice(name)[:1] if len(handle.get_slice(name).get_shape()) > 1 else handle.get_tensor(name)
+    )
+    return part
 
 
 def _load_universal(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
@@ -204,7 +220,7 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (ValueError, OSError) as error:
@@ -229,7 +245,7 @@ def load_eos(path: str) -> frozenset[int]:
     """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
     folder = find_checkpoint(path)
     file = folder / "generation_config.json"
-    value = _read_json(file).get("eos_token_id") if file.exists() else None
+    value = read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = getattr(load_config(folder), "eos_token_id", None)
     if value is None:
