@@ -31,6 +31,12 @@ def draft() -> str:
     return str(folder() / "draft")
 
 
+def named(draft: str | None) -> str:
+    """A draft by what it is called on the command line: the bundled one, a bundled head, or what was given."""
+    heads = {place.parent.name for place in folder().glob("*/config.json")} - {"target", "draft"}
+    return str(folder() / (draft or "draft")) if draft is None or draft in heads else draft
+
+
 def prompts() -> list[str]:
     """Beginnings of stories that neither model was trained on."""
     return [json.loads(line)["prompt"] for line in (folder() / "prompts.jsonl").read_text().splitlines()]

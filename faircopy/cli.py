@@ -30,7 +30,7 @@ app = typer.Typer(
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Folder or hub id of a draft model, 'ngram' or 'none'; the bundled target has its own."),
+    typer.Option(help="Folder or hub id of a draft model or head, 'ngram' or 'none'; the bundled target has its own."),
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
@@ -135,7 +135,7 @@ def demo(
     from faircopy.terminal.demo import demo as run
 
     console = Console()
-    exact = run(target or bundled.target(), draft or bundled.draft(), choose_prompts(), k, max_tokens, console)
+    exact = run(target or bundled.target(), bundled.named(draft), choose_prompts(), k, max_tokens, console)
     raise typer.Exit(0 if exact else 1)
 
 
@@ -187,7 +187,7 @@ def audit(
 
             report = audit_models(
                 target or bundled.target(),
-                draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"]),
+                _audited_drafts(draft, own=target is None),
                 asked,
                 SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
                 batches=tuple(batch or (1, 4, 8)),
@@ -206,6 +206,94 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
+train = typer.Typer(help="Train a draft head or a draft model for a target of yours.", no_args_is_help=True)
+app.add_typer(train, name="train")
+
+Data = Annotated[list[Path], typer.Option("--data", help="Text (.txt) or .jsonl with text, or prompts to answer.")]
+Folder = Annotated[Path, typer.Option("--out", help="Folder for the result; a run begun there goes on.")]
+Steps = Annotated[int, typer.Option(help="Updates of the weights.")]
+TextRows = Annotated[int, typer.Option("--rows", help="Texts per batch.")]
+Length = Annotated[int, typer.Option(help="Tokens per text.")]
+Accumulate = Annotated[int, typer.Option(help="Batches per step.")]
+Rate = Annotated[float, typer.Option("--lr", help="Highest learning rate.")]
+Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")]
+AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")]
+
+
+@train.command("head")
+@_stoppable
+def train_head(
+    data: Data,
+    out: Folder,
+    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
+    target: Target = None,
+    steps: Steps = 1000,
+    levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead; the method's own if left out.")] = None,
+    rows: TextRows = 8,
+    length: Length = 256,
+    accumulate: Accumulate = 1,
+    lr: Rate = 1e-3,
+    seed: Annotated[int, typer.Option(help="The same seed, the same head.")] = 0,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    answer_tokens: AnswerTokens = 256,
+    temperature: Temperature = 0.0,
+    chat: Chat = False,
+) -> None:
+    """Train a draft head that reads the target's hidden states."""
+    from faircopy.terminal.train import show
+    from faircopy.train.runs import train_head as run
+
+    plan = _plan(target, data, out, steps, rows, length, accumulate, lr, seed, precision, device,
+                 answer_tokens, temperature, chat)  # fmt: skip
+    show(run(plan, method, levels), plan.target, Console())
+
+
+@train.command("draft")
+@_stoppable
+def train_draft(
+    data: Data,
+    out: Folder,
+    target: Target = None,
+    steps: Steps = 1000,
+    hidden: Annotated[int, typer.Option(help="Width of the draft model.")] = 128,
+    layers: Annotated[int, typer.Option(help="Its layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Its attention heads.")] = 4,
+    rows: TextRows = 8,
+    length: Length = 256,
+    accumulate: Accumulate = 1,
+    lr: Rate = 3e-3,
+    seed: Annotated[int, typer.Option(help="The same seed, the same draft.")] = 0,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    answer_tokens: AnswerTokens = 256,
+    temperature: Temperature = 0.0,
+    chat: Chat = False,
+) -> None:
+    """Distil a small language model from the target, with the target's tokenizer."""
+    from faircopy.terminal.train import show
+    from faircopy.train.runs import train_draft as run
+
+    plan = _plan(target, data, out, steps, rows, length, accumulate, lr, seed, precision, device,
+                 answer_tokens, temperature, chat)  # fmt: skip
+    show(run(plan, hidden, layers, heads), plan.target, Console())
+
+
+def _plan(
+    target: str | None, data: list[Path], out: Path, steps: int, rows: int, length: int, accumulate: int, lr: float,
+    seed: int, precision: str, device: str, answer_tokens: int, temperature: float, chat: bool,
+) -> Any:  # fmt: skip
+    from faircopy.train.corpus import Answering
+    from faircopy.train.runs import Plan
+
+    answering = Answering(answer_tokens, temperature, seed, chat)
+    return Plan(
+        target or bundled.target(), data, out, steps, rows=rows, length=length, accumulate=accumulate, lr=lr, seed=seed,
+        precision=precision, device=device, answering=answering,
+    )  # fmt: skip
+
+
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:
     """The user's prompts, all of them unless limited; the bundled ones where nothing is the user's own."""
     from faircopy.terminal.prompts import read_prompts
@@ -216,6 +304,12 @@ def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, li
     if limit is not None and limit < len(asked):
         print(f"auditing {limit} of {len(asked)} prompts", file=sys.stderr)
     return asked[:limit]
+
+
+def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
+    if not own:
+        return drafts or ["ngram"]
+    return [bundled.named(draft) for draft in drafts] if drafts else [bundled.draft(), "ngram"]
 
 
 def _writable(option: str, path: Path | None) -> None:
@@ -233,8 +327,8 @@ def _writable(option: str, path: Path | None) -> None:
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
     from faircopy.llm import LLM
 
-    if draft is None and target is None:
-        draft = bundled.draft()
+    if target is None:
+        draft = bundled.named(draft)
     return LLM(target or bundled.target(), draft=None if draft in (None, "none") else draft, k=k, **options)
 
 

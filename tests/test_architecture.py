@@ -18,8 +18,8 @@ LEVELS: list[set[str]] = [
     {"model"},
     {"scheduler", "policy", "drafters", "verify", "plan"},
     {"engine"},
-    {"llm", "testing", "train"},
-    {"bundled", "audit", "bench"},
+    {"llm", "testing"},
+    {"bundled", "audit", "bench", "train"},
     {"terminal"},
     {"cli"},
 ]

@@ -188,8 +188,12 @@ def _load_universal(name: str, folder: Path, dtype: torch.dtype, device: torch.d
 
     config = load_config(folder)
     check_static(name, config, _model_class(name, config))
-    model = _from_pretrained(name, folder, dtype).to(device).eval().requires_grad_(False)
-    return Universal(name, model, exact)
+    return Universal(name, load_stock(name, dtype, device), exact)
+
+
+def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A frozen transformers model, for those who train on what it says."""
+    return _from_pretrained(path, find_checkpoint(path), dtype).to(device).eval().requires_grad_(False)
 
 
 def _model_class(name: str, config: Any) -> Any:
