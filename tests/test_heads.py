@@ -14,7 +14,7 @@ import torch
 from faircopy import LLM, CheckpointError, ConfigError
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
-from faircopy.drafters.heads import Head, HeadDrafter
+from faircopy.drafters.heads import PATIENCE, Head, HeadDrafter
 from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -303,3 +303,42 @@ def test_heads_under_rejection_write_greedy_text_as_ever(checkpoint: Callable[..
     seqs = run(engine_of(model, draft=head, k=5, verifier="rejection"), requests_of(prompts, params, list(range(4))))
     assert_same(seqs[:2], expected)
     assert all(len(seq.output) == 10 for seq in seqs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_that_goes_mad_is_only_wrong(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = new_head(method, folder, model.words())
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.fill_(torch.nan)
+    prompts, params = [[1, 2, 3], [4, 5, 6]], [GREEDY, SAMPLED]
+    expected = references(model, prompts, params, [0, 1])
+    assert_same(run(engine_of(model, draft=head, k=4), requests_of(prompts, params, [0, 1])), expected)
+
+
+def test_a_request_that_wants_no_drafts_costs_no_states(checkpoint: Callable[..., str]) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    engine = engine_of(model, draft=head_for(folder, model, "clover"), k=4)
+    quiet = engine.add(Request((1, 2, 3), GREEDY, 0, 0))
+    loud = engine.add(Request((1, 2, 4), GREEDY, 0))
+    while engine.busy:
+        engine.step()
+        assert isinstance(engine.drafter, HeadDrafter) and quiet not in engine.drafter._known
+    assert quiet.drafted == 0 < loud.drafted
+
+
+def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) -> None:
+    """A sequence that is given no room for long does not pile up states."""
+    folder = checkpoint("llama")
+    model = load(folder)
+    engine = engine_of(model, draft=head_for(folder, model, "eagle3"), wish=lambda seq: 0)
+    seq = engine.add(Request((1, 2, 3), SamplingParams(max_tokens=200)))
+    most = 0
+    while engine.busy:
+        engine.step()
+        known = engine.drafter._known.get(seq)  # type: ignore[attr-defined]
+        most = max(most, sum(len(states) for _, states in known._pieces) if known else 0)
+    assert 0 < most <= PATIENCE + 2

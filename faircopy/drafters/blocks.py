@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from faircopy.kernels.norm import rms_norm
 from faircopy.layout.base import LayerShape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [B, heads, T, D], k and v [B, kv_heads, T, D]
@@ -35,6 +36,13 @@ class BlockShape:
         return LayerShape(self.kv_heads, self.head_dim, 0, self.heads // self.kv_heads)
 
 
+class Norm(nn.RMSNorm):
+    """Computed in its weight's type, so that mixed precision keeps the fast kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+
 class Attention(nn.Module):
     """Causal attention; `inputs` is the width of what it reads, if that is not the hidden size."""
 
@@ -46,8 +54,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=shape.bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(shape.head_dim, shape.eps)
-            self.k_norm = nn.RMSNorm(shape.head_dim, shape.eps)
+            self.q_norm = Norm(shape.head_dim, shape.eps)
+            self.k_norm = Norm(shape.head_dim, shape.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
         mixed = attend(layer, *self.qkv(x, cos, sin))
@@ -82,8 +90,8 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(shape), Mlp(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, layer)

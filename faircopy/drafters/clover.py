@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Rope
+from faircopy.drafters.blocks import Block, Norm, Rope
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.medusa import Residual
 from faircopy.drafters.trees import Spent, Tree
@@ -31,7 +31,7 @@ class AttentionDecoder(nn.Module):
     def __init__(self, hidden: int, heads: int, eps: float, gated: bool = True) -> None:
         super().__init__()
         self.heads, self.gated = math.gcd(heads, hidden), gated
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = Norm(hidden, eps)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(3))
         with torch.no_grad():
             for near_identity in (self.q_proj, self.k_proj):
@@ -61,7 +61,7 @@ class Clover(Head):
             self.rope, self.block = Rope(shape), Block(shape)
         if self.regress:
             self.decoder = AttentionDecoder(shape.hidden, shape.heads, shape.eps, options.get("decoder", True))
-        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.norm = Norm(shape.hidden, shape.eps)
         self.blocks = nn.ModuleList(Residual(shape.hidden) for _ in range(config.levels))
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Rope
+from faircopy.drafters.blocks import Block, Norm, Rope
 from faircopy.drafters.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
 from faircopy.drafters.trees import Spent, Tree
@@ -54,7 +54,7 @@ class Clover2(Head):
         hidden, cell = shape.hidden, (shape.hidden, shape.heads, shape.eps)
         self.first, self.later = CosineDecoder(*cell), CosineDecoder(*cell)
         self.rope, self.blocks = Rope(shape), nn.ModuleList(Block(shape) for _ in range(layers))
-        self.norm, self.head_norm = nn.RMSNorm(hidden, shape.eps), nn.RMSNorm(hidden, shape.eps)
+        self.norm, self.head_norm = Norm(hidden, shape.eps), Norm(hidden, shape.eps)
         self.project = near(nn.Linear(hidden, hidden), 1.0)
         self.project_later = near(nn.Linear(2 * hidden, hidden), 1.0)
 

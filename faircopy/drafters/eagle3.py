@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attention, Mlp, Rope, causal, shared_keys
+from faircopy.drafters.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
 from faircopy.drafters.clover import copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
 from faircopy.drafters.trees import Reranked, Tree
@@ -38,7 +38,7 @@ class FusedLayer(nn.Module):
         shape = config.shape
         self.self_attn, self.mlp = Attention(shape, 2 * shape.hidden), Mlp(shape)
         self.token_norm, self.state_norm, self.post_attention_layernorm = (
-            nn.RMSNorm(shape.hidden, shape.eps) for _ in range(3)
+            Norm(shape.hidden, shape.eps) for _ in range(3)
         )
 
     def read(self, token: Tensor, state: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Eagle3(Head):
         if self.own:
             count = options.get("words") or config.vocab
             self.fuse = nn.Linear(self.width, shape.hidden, bias=False)
-            self.norm, self.output = nn.RMSNorm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
+            self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:

@@ -101,7 +101,7 @@ def _encoded(target: str, texts: list[str]) -> list[list[int]]:
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise ConfigError("--target", target, "it brings no tokenizer to read text with", "pass a complete checkpoint")
-    return [list(tokenizer.encode(text)) for text in texts]
+    return [list(tokenizer.encode(text, verbose=False)) for text in texts]
 
 
 def _answered(target: str, prompts: list[str], how: Answering) -> list[list[int]]:

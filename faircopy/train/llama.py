@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attend, Block, BlockShape, causal, rope_tables
+from faircopy.drafters.blocks import Attend, Block, BlockShape, Norm, causal, rope_tables
 from faircopy.errors import UnsupportedModel
 
 
@@ -71,7 +71,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.norm = Norm(shape.hidden, shape.eps)
 
 
 class Llama(nn.Module):

@@ -163,7 +163,7 @@ def _save_draft(draft: Llama, plan: Plan, config: Any) -> None:
 def _text(plan: Plan) -> tuple[Tensor, Tensor]:
     """Tokens to train on, and the last ones, held out."""
     tokens = corpus(plan.target, plan.data, replace(plan.answering, device=plan.device), plan.out / "tokens.npy")
-    keep = max(plan.length + 2, int(len(tokens) * HELD_OUT))
+    keep = max(2 * plan.length + 2, int(len(tokens) * HELD_OUT))
     if len(tokens) - keep < plan.rows * plan.length + plan.length + 1:
         problem = f"{len(tokens)} tokens are less than one batch of {plan.rows} x {plan.length} and a held-out part"
         raise ConfigError("--data", [str(file) for file in plan.data], problem, "give more text, or lower --rows")
