@@ -122,13 +122,14 @@ def text_of(bench: Bench) -> tuple[Tensor, Tensor, list[list[int]]]:
     if not path.exists():
         network = load_llama(bench.target, bench.kind, bench.device)
         begin, ends = _marks(bench)
-        own = own_text(network, begin, ends, args.own_rows, args.own_length, args.own_seconds, 7)
+        size = (args.own_rows, args.own_length)
+        own = own_text(network, begin, ends, *size, args.own_seconds, 7)
+        held_out = own_text(network, begin, ends, max(64, size[0] // 16), size[1], 0.0, 1_000_003)
         rows = rows_of(sample(network, [[begin]] * 96, 32, ends, temperature=1.0, min_p=0.02, seed=99))
         prompts = [row[: 6 + n % 16] for n, row in enumerate(rows)]
-        torch.save({"own": own, "prompts": prompts}, path)
+        torch.save({"own": own, "held_out": held_out, "prompts": prompts}, path)
     kept = torch.load(path, weights_only=True)
-    own, cut = kept["own"], max(args.length * args.rows + args.length + 2, len(kept["own"]) // 20)
-    return own[:-cut].to(bench.device), own[-cut:].to(bench.device), kept["prompts"]
+    return kept["own"].to(bench.device), kept["held_out"].to(bench.device), kept["prompts"]
 
 
 def _marks(bench: Bench) -> tuple[int, tuple[int, ...]]:
@@ -185,7 +186,7 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
     done = train(task, Windows(text, args.length, args.rows, 3), settings, log)
     facts = {"steps": done.step, "tokens": done.tokens, "seconds": round(done.seconds, 1), "loss": done.loss}
     if isinstance(learner, Head):
-        batches = held_out_batches(held_out, args.length, args.rows, 4)
+        batches = held_out_batches(held_out, args.length, min(8, args.rows), 48)
         accuracy = measure_heads(learner, bench.teacher(), batches, cuda)
         save_head(learner, bench.work / variant, **learner.learned(accuracy.ranks))
         facts |= asdict(accuracy)

@@ -32,9 +32,9 @@ def draft() -> str:
 
 
 def named(draft: str | None) -> str:
-    """A draft by what it is called on the command line: the bundled one, a bundled head, or what was given."""
-    heads = {place.parent.name for place in folder().glob("*/config.json")} - {"target", "draft"}
-    return str(folder() / (draft or "draft")) if draft is None or draft in heads else draft
+    """A draft by its name on the command line: "draft" (if none is given) or "clover" for ours, else what was given."""
+    ours = {place.parent.name for place in folder().glob("*/config.json")} - {"target"}
+    return str(folder() / (draft or "draft")) if draft is None or draft in ours else draft
 
 
 def prompts() -> list[str]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.model.base import Model, Taps
-from faircopy.testing import SpyDrafter, TableModel
+from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import CPU, assert_same, changing, engine_of, load, random_prompts, references, requests_of, run
 
@@ -42,16 +43,22 @@ def head_for(folder: str, model: Model, method: str, **options: object) -> Head:
     return shaken(new_head(method, folder, model.words(), **options))  # type: ignore[arg-type]
 
 
+@cache
+def texts_of(folder: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
+    """Prompts, parameters and plain decoding's answers, the same for every head."""
+    model, params = load(folder), [GREEDY, SAMPLED, PENALISED, GREEDY] * 2
+    prompts = random_prompts(8, model.vocab, seed=2)
+    return prompts, params, references(model, prompts, params, list(range(8)))
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_every_head_gives_plain_decoding(checkpoint: Callable[..., str], name: str, method: str) -> None:
     folder = checkpoint(name)
     model = load(folder)
     head = head_for(folder, model, method)
-    prompts = random_prompts(8, model.vocab, seed=2)
-    params = [GREEDY, SAMPLED, PENALISED, GREEDY] * 2
-    expected = references(model, prompts, params, list(range(8)))
-    for batch, k in ((1, 4), (3, None), (8, 3), (8, 16), (8, None)):
+    prompts, params, expected = texts_of(folder)
+    for batch, k in ((1, 4), (3, None), (8, 3), (8, 16)):
         count = 8 if batch > 1 else 3
         engine = engine_of(
             model, draft=head, wish=changing if k is None else (lambda seq, k=k: k), max_batch=batch, chunk=16
@@ -67,14 +74,14 @@ def test_preemption_chunks_and_reuse_change_nothing(checkpoint: Callable[..., st
     model = load(folder)
     head = head_for(folder, model, method)
     stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
-    prompts = [stem[:40] + tail for tail in random_prompts(8, model.vocab, seed=9, longest=30)]
-    params = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0)] * 4
-    expected = references(model, prompts, params, list(range(8)))
+    prompts = [stem[:40] + tail for tail in random_prompts(6, model.vocab, seed=9, longest=30)]
+    params = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0)] * 3
+    expected = references(model, prompts, params, list(range(6)))
     layers = len(model.layers) + len(head.layers)
     engine = engine_of(
-        model, draft=head, wish=changing, max_batch=6, chunk=16, page=8, memory=24 * 8 * layers * 2 * 2 * 16 * 4
+        model, draft=head, wish=changing, max_batch=6, chunk=16, page=8, memory=20 * 8 * layers * 2 * 2 * 16 * 4
     )
-    assert_same(run(engine, requests_of(prompts, params, list(range(8)))), expected)
+    assert_same(run(engine, requests_of(prompts, params, list(range(6)))), expected)
     assert engine.meter.preemptions > 0 and engine.meter.tokens_reused > 0 and engine.meter.drafted > 0
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from faircopy.drafters.blocks import Attend, BlockShape, causal
 from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Words
@@ -90,6 +91,7 @@ class Head(nn.Module, ABC):
         self.layers: list[LayerShape] = [config.shape.cached] * layers
         self.name, self.vocab, self.context = config.method, config.vocab, config.shape.context
         self._words: Words | None = None
+        self._product: Product | None = None
 
     @property
     def words(self) -> Words:
@@ -123,6 +125,11 @@ class Head(nn.Module, ABC):
         """Share the target's embedding and head; they are not part of its own weights."""
         self._words = words
         return self
+
+    def serve(self) -> Self:
+        """From now on it only guesses: the target's head is packed as the target packs its own."""
+        self._product = product(self.words.rows.to(self.dtype), self.words.bias, exact=False)
+        return self.eval()
 
     @abstractmethod
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
@@ -173,8 +180,11 @@ class Head(nn.Module, ABC):
     def speak(self, out: Tensor) -> Tensor:
         """Logits of states, through the target's head."""
         words = self.words
-        bias = None if words.bias is None else words.bias.to(out.dtype)
-        logits = F.linear(out, words.rows.to(out.dtype), bias)
+        if self._product is not None:
+            logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
+        else:
+            bias = None if words.bias is None else words.bias.to(out.dtype)
+            logits = F.linear(out, words.rows.to(out.dtype), bias)
         return logits if words.divisor == 1.0 else logits / words.divisor
 
     def _like(self) -> Tensor:
@@ -211,7 +221,7 @@ class HeadDrafter:
     """
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
-        self._head, self._layout, self._chunk, self._sampled = head.eval(), layout, chunk, sampled
+        self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
         self.wants = head.wants
         self._known: dict[Sequence, _States] = {}
 

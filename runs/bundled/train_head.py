@@ -23,7 +23,7 @@ from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
 from faircopy.train.llama import load_llama
 from faircopy.train.loop import Settings, train
-from faircopy.train.runs import HELD_OUT, held_out_batches
+from faircopy.train.runs import held_out_batches
 from faircopy.train.sampler import own_text
 from faircopy.train.tokenizer import end_id
 from runs.bundled.common import note, on_gpu, prepare, talker, time_left, training_arguments
@@ -36,24 +36,23 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     prepare(args)
     kind = torch.bfloat16 if on_gpu(args) else torch.float32
-    text = kept_text(args, kind)
-    train_part, rest = text[: -int(len(text) * HELD_OUT)], text[-int(len(text) * HELD_OUT) :]
+    text, held_out = kept_text(args, kind)
     teacher = Teacher(load_stock(args.target, kind, torch.device(args.device)))
     head = new_head(args.method, args.target, stock_words(teacher.stock), args.levels, args.seed)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(train_part.long().cpu(), minlength=head.vocab))
+        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)
     settings = Settings(
         steps=args.steps, seconds=time_left(args), lr=args.lr, warmup=0.03, weight_decay=0.01, bf16=on_gpu(args),
         log_every=20, seed=args.seed,
     )  # fmt: skip
     log = args.work / "logs" / f"{args.method}.jsonl"
-    windows = Windows(train_part, args.length, args.rows, args.seed)
+    windows = Windows(text, args.length, args.rows, args.seed)
     done = train(HeadTask(head, teacher), windows, settings, log, watch=talker(args.method))
-    accuracy = measure_heads(head, teacher, held_out_batches(rest, args.length, 8, HELD_OUT_BATCHES), on_gpu(args))
+    accuracy = measure_heads(head, teacher, held_out_batches(held_out, args.length, 8, HELD_OUT_BATCHES), on_gpu(args))
     head.config = replace(head.config, target="the bundled target")
     save_head(head, args.out, **head.learned(accuracy.ranks))
-    facts = {"parameters": head.size, "steps": done.step, "tokens": done.tokens, "distinct_tokens": len(train_part)}
+    facts = {"parameters": head.size, "steps": done.step, "tokens": done.tokens, "distinct_tokens": len(text)}
     note(args.work, args.method, **facts, seconds=round(done.seconds, 1), loss=done.loss, **asdict(accuracy))
     (args.out / "report.json").write_text(json.dumps({**facts, **asdict(accuracy)}, indent=1) + "\n")
 
@@ -69,15 +68,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def kept_text(args: argparse.Namespace, kind: torch.dtype) -> Tensor:
-    """The target's own text; sampled once per work folder."""
+def kept_text(args: argparse.Namespace, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The target's own text, and other text of its that is held out; sampled once per work folder."""
     path = args.work / "own.pt"
     if not path.exists():
         network = load_llama(args.target, kind, args.device)
         end = end_id(Tokenizer.from_file(str(Path(args.target) / "tokenizer.json")))
-        seed = args.seed * 100_003
-        torch.save(own_text(network, end, (end,), args.own_rows, args.own_length, args.own_seconds, seed), path)
-    return torch.load(path, map_location=args.device, weights_only=True)
+        size, seed = (args.own_rows, args.own_length), args.seed * 100_003
+        own = own_text(network, end, (end,), *size, args.own_seconds, seed)
+        torch.save([own, own_text(network, end, (end,), max(64, size[0] // 16), size[1], 0.0, seed + 50_000)], path)
+    own, held_out = torch.load(path, map_location=args.device, weights_only=True)
+    return own, held_out
 
 
 if __name__ == "__main__":
