@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import heads as bench
-from faircopy import LLM, ConfigError, SamplingParams
+from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
+from faircopy.audit.models import audit_models
 from faircopy.drafters.folder import METHODS, new_head
 from faircopy.drafters.heads import Lesson, known_rows, teaching_of
 from faircopy.errors import CheckpointError
@@ -273,3 +275,64 @@ def test_methods_are_the_documented_ones() -> None:
     text = (Path(__file__).parents[1] / "docs" / "drafters.md").read_text()
     for method in METHODS:
         assert f"`{method}`" in text
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["faircopy", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_the_command_line_trains_and_uses_a_head(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (
+        "--target",
+        target,
+        "--data",
+        str(data),
+        "--steps",
+        "3",
+        "--rows",
+        "2",
+        "--length",
+        "32",
+        "--device",
+        "cpu",
+    )
+    head, draft = str(tmp_path / "head"), str(tmp_path / "draft")
+    assert call(monkeypatch, "train", "head", "--method", "eagle3", "--out", head, *common) == 0
+    assert "tokens ahead" in capsys.readouterr().out
+    assert call(monkeypatch, "train", "draft", "--hidden", "32", "--layers", "1", "--out", draft, *common) == 0
+    for folder in (head, draft):
+        arguments = (
+            "generate",
+            "The cat",
+            "--target",
+            target,
+            "--draft",
+            folder,
+            "--max-tokens",
+            "4",
+            "--device",
+            "cpu",
+        )
+        assert call(monkeypatch, *arguments) == 0
+    assert call(monkeypatch, "train", "head", "--method", "magic", "--out", head, *common) == 2
+    assert "use one of medusa" in capsys.readouterr().err
+    assert call(monkeypatch, "generate", "The cat", "--draft", head, "--max-tokens", "4") == 2
+    assert f"a head for {target}, not for" in capsys.readouterr().err
+
+
+def test_the_bundled_head_keeps_its_word() -> None:
+    params, prompts = SamplingParams(max_tokens=24), bundled.prompts()[:4]
+    llm = LLM(bundled.target(), draft=bundled.named("clover"), k=4, memory="64MiB", device="cpu")
+    plain = LLM(bundled.target(), memory="64MiB", device="cpu").generate(prompts, params, progress=False)
+    assert [a.token_ids for a in llm.generate(prompts, params, progress=False)] == [a.token_ids for a in plain]
+    assert llm.metrics()["tokens_per_step"] > 1.5
+    assert bundled.named("ngram") == "ngram" and bundled.named(None) == bundled.draft()
+    report = audit_models(
+        bundled.target(), [bundled.named("clover")], prompts[:2], params, batches=(2,), ks=(3,), device="cpu"
+    )
+    assert report.passed and report.runs[-1].preemptions > 0
