@@ -206,92 +206,50 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
-train = typer.Typer(help="Train a draft head or a draft model for a target of yours.", no_args_is_help=True)
-app.add_typer(train, name="train")
-
-Data = Annotated[list[Path], typer.Option("--data", help="Text (.txt) or .jsonl with text, or prompts to answer.")]
-Folder = Annotated[Path, typer.Option("--out", help="Folder for the result; a run begun there goes on.")]
-Steps = Annotated[int, typer.Option(help="Updates of the weights.")]
-TextRows = Annotated[int, typer.Option("--rows", help="Texts per batch.")]
-Length = Annotated[int, typer.Option(help="Tokens per text.")]
-Accumulate = Annotated[int, typer.Option(help="Batches per step.")]
-Rate = Annotated[float, typer.Option("--lr", help="Highest learning rate.")]
-Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")]
-AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")]
-
-
-@train.command("head")
+@app.command()
 @_stoppable
-def train_head(
-    data: Data,
-    out: Folder,
-    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
+def train(
+    what: Annotated[str, typer.Argument(help="'head' or 'draft'.")],
+    data: Annotated[list[Path], typer.Option(help="Text (.txt) or .jsonl with text, or prompts to answer.")],
+    out: Annotated[Path, typer.Option(help="Folder for the result; a run begun there goes on.")],
+    more: Annotated[list[Path] | None, typer.Argument(help="More files of data.")] = None,
     target: Target = None,
-    steps: Steps = 1000,
-    levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead; the method's own if left out.")] = None,
-    rows: TextRows = 8,
-    length: Length = 256,
-    accumulate: Accumulate = 1,
-    lr: Rate = 1e-3,
-    seed: Annotated[int, typer.Option(help="The same seed, the same head.")] = 0,
-    precision: Precision = "auto",
+    method: Annotated[str, typer.Option(help="Of a head: medusa, clover, clover2 or eagle3.")] = "clover",
+    levels: Annotated[
+        int | None, typer.Option(help="Of a head: tokens guessed ahead, if not the method's own.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="Of a draft model: its width.")] = 128,
+    layers: Annotated[int, typer.Option(help="Of a draft model: its layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Of a draft model: its attention heads.")] = 4,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Texts per batch.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per text.")] = 256,
+    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate: 0.001 for a head, 0.003 for a draft.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed, the same weights.")] = 0,
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")] = "auto",
     device: Device = "auto",
-    answer_tokens: AnswerTokens = 256,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")] = 256,
     temperature: Temperature = 0.0,
-    chat: Chat = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")] = False,
 ) -> None:
-    """Train a draft head that reads the target's hidden states."""
+    """Train a draft head or a small draft model for a target of yours."""
     from faircopy.terminal.train import show
-    from faircopy.train.runs import train_head as run
-
-    plan = _plan(target, data, out, steps, rows, length, accumulate, lr, seed, precision, device,
-                 answer_tokens, temperature, chat)  # fmt: skip
-    show(run(plan, method, levels), plan.target, Console())
-
-
-@train.command("draft")
-@_stoppable
-def train_draft(
-    data: Data,
-    out: Folder,
-    target: Target = None,
-    steps: Steps = 1000,
-    hidden: Annotated[int, typer.Option(help="Width of the draft model.")] = 128,
-    layers: Annotated[int, typer.Option(help="Its layers.")] = 2,
-    heads: Annotated[int, typer.Option(help="Its attention heads.")] = 4,
-    rows: TextRows = 8,
-    length: Length = 256,
-    accumulate: Accumulate = 1,
-    lr: Rate = 3e-3,
-    seed: Annotated[int, typer.Option(help="The same seed, the same draft.")] = 0,
-    precision: Precision = "auto",
-    device: Device = "auto",
-    answer_tokens: AnswerTokens = 256,
-    temperature: Temperature = 0.0,
-    chat: Chat = False,
-) -> None:
-    """Distil a small language model from the target, with the target's tokenizer."""
-    from faircopy.terminal.train import show
-    from faircopy.train.runs import train_draft as run
-
-    plan = _plan(target, data, out, steps, rows, length, accumulate, lr, seed, precision, device,
-                 answer_tokens, temperature, chat)  # fmt: skip
-    show(run(plan, hidden, layers, heads), plan.target, Console())
-
-
-def _plan(
-    target: str | None, data: list[Path], out: Path, steps: int, rows: int, length: int, accumulate: int, lr: float,
-    seed: int, precision: str, device: str, answer_tokens: int, temperature: float, chat: bool,
-) -> Any:  # fmt: skip
     from faircopy.train.corpus import Answering
-    from faircopy.train.runs import Plan
+    from faircopy.train.runs import Plan, train_draft, train_head
 
+    if what not in ("head", "draft"):
+        raise ConfigError("train", what, "unknown", "use 'head' or 'draft'")
+    rate = lr or (1e-3 if what == "head" else 3e-3)
     answering = Answering(answer_tokens, temperature, seed, chat)
-    return Plan(
-        target or bundled.target(), data, out, steps, rows=rows, length=length, accumulate=accumulate, lr=lr, seed=seed,
-        precision=precision, device=device, answering=answering,
+    plan = Plan(
+        target or bundled.target(), [*data, *(more or [])], out, steps, rows=rows, length=length,
+        accumulate=accumulate, lr=rate, seed=seed, precision=precision, device=device, answering=answering,
     )  # fmt: skip
+    learned = train_head(plan, method, levels) if what == "head" else train_draft(plan, hidden, layers, heads)
+    show(learned, plan.target, Console())
 
 
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:

@@ -302,7 +302,8 @@ def test_the_command_line_trains_and_uses_a_head(
         "cpu",
     )
     head, draft = str(tmp_path / "head"), str(tmp_path / "draft")
-    assert call(monkeypatch, "train", "head", "--method", "eagle3", "--out", head, *common) == 0
+    assert call(monkeypatch, "train", "head", "--method", "eagle3", "--out", head, *common, str(data)) == 0
+    assert json.loads((tmp_path / "head" / "tokens.json").read_text())["texts"] == 2
     assert "tokens ahead" in capsys.readouterr().out
     assert call(monkeypatch, "train", "draft", "--hidden", "32", "--layers", "1", "--out", draft, *common) == 0
     for folder in (head, draft):
