@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter, NoDrafter
-from faircopy.drafters.heads import Head, HeadDrafter
+from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
+from faircopy.drafters.reader import HeadDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.base import LayerShape, cache_dtype
 from faircopy.layout.paged import PagedLayout

@@ -15,7 +15,8 @@ import torch
 from faircopy import LLM, CheckpointError, ConfigError
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
-from faircopy.drafters.heads import PATIENCE, Head, HeadDrafter
+from faircopy.drafters.heads import Head
+from faircopy.drafters.reader import PATIENCE, HeadDrafter
 from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
