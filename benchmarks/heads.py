@@ -88,6 +88,11 @@ class Bench:
     def kind(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
+    @property
+    def length(self) -> int:
+        """Tokens per text: a window has one more, and all of them need positions."""
+        return min(int(self.args.length), self.model().context - 1)
+
     def once(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             self._cache[key] = make()
@@ -159,7 +164,7 @@ def make_task(bench: Bench, variant: str, text: Tensor) -> tuple[Task, Any]:
 
 def pace(bench: Bench, text: Tensor, variants: list[str]) -> int:
     """Steps that every variant gets, so that all of them fit their share of the time."""
-    windows = Windows(text, bench.args.length, bench.args.rows, 3)
+    windows = Windows(text, bench.length, bench.args.rows, 3)
     task, _ = make_task(bench, "eagle3", text)  # the slowest
     log = bench.work / "pace.jsonl"
     quick = {"lr": 1e-4, "bf16": bench.device.type == "cuda"}
@@ -183,10 +188,10 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
         seed=1,
     )
     log = args.out / "logs" / f"{bench.name} {variant}.jsonl"
-    done = train(task, Windows(text, args.length, args.rows, 3), settings, log)
+    done = train(task, Windows(text, bench.length, args.rows, 3), settings, log)
     facts = {"steps": done.step, "tokens": done.tokens, "seconds": round(done.seconds, 1), "loss": done.loss}
     if isinstance(learner, Head):
-        batches = held_out_batches(held_out, args.length, min(8, args.rows), 48)
+        batches = held_out_batches(held_out, bench.length, min(8, args.rows), 48)
         accuracy = measure_heads(learner, bench.teacher(), batches, cuda)
         save_head(learner, bench.work / variant, **learner.learned(accuracy.ranks))
         facts |= asdict(accuracy)

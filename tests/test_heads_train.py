@@ -245,13 +245,13 @@ def test_the_comparison_of_heads_runs_and_resumes(
 ) -> None:
     arguments = [
         "--target", target, "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--device", "cpu", "--steps", "2",
-        "--rows", "2", "--length", "32", "--own-rows", "8", "--own-length", "64", "--own-seconds", "0", "--new", "8",
-        "--accept-batch", "2", "--batches", "1", "2", "--memory", "16MiB", "--draft-hidden", "16", "--keep", "clover",
+        "--rows", "2", "--length", "999", "--own-rows", "16", "--own-length", "90", "--own-seconds", "0", "--new", "8",
+        "--accept-batch", "2", "--batches", "2", "--memory", "16MiB", "--draft-hidden", "16", "--keep", "clover",
     ]  # fmt: skip
     bench.main(arguments)
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
     kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in ("accuracy", "acceptance", "speed")}
-    assert kinds == {"accuracy": len(bench.VARIANTS), "acceptance": 2 * len(bench.VARIANTS) + 4, "speed": 2 * 8}
+    assert kinds == {"accuracy": len(bench.VARIANTS), "acceptance": 2 * len(bench.VARIANTS) + 4, "speed": 8}
     bench.main(arguments)
     assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == len(rows), "nothing is done twice"
     capsys.readouterr()

@@ -42,14 +42,15 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(head, Eagle3):
         head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)
+    length = min(args.length, head.context - 1)  # a window has one token more
     settings = Settings(
         steps=args.steps, seconds=time_left(args), lr=args.lr, warmup=0.03, weight_decay=0.01, bf16=on_gpu(args),
         log_every=20, seed=args.seed,
     )  # fmt: skip
     log = args.work / "logs" / f"{args.method}.jsonl"
-    windows = Windows(text, args.length, args.rows, args.seed)
+    windows = Windows(text, length, args.rows, args.seed)
     done = train(HeadTask(head, teacher), windows, settings, log, watch=talker(args.method))
-    accuracy = measure_heads(head, teacher, held_out_batches(held_out, args.length, 8, HELD_OUT_BATCHES), on_gpu(args))
+    accuracy = measure_heads(head, teacher, held_out_batches(held_out, length, 8, HELD_OUT_BATCHES), on_gpu(args))
     head.config = replace(head.config, target="the bundled target")
     save_head(head, args.out, **head.learned(accuracy.ranks))
     facts = {"parameters": head.size, "steps": done.step, "tokens": done.tokens, "distinct_tokens": len(text)}
