@@ -191,7 +191,7 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
     done = train(task, Windows(text, bench.length, args.rows, 3), settings, log)
     facts = {"steps": done.step, "tokens": done.tokens, "seconds": round(done.seconds, 1), "loss": done.loss}
     if isinstance(learner, Head):
-        batches = held_out_batches(held_out, bench.length, min(8, args.rows), 48)
+        batches = held_out_batches(held_out, bench.length, min(8, args.rows), args.measured)
         accuracy = measure_heads(learner, bench.teacher(), batches, cuda)
         save_head(learner, bench.work / variant, **learner.learned(accuracy.ranks))
         facts |= asdict(accuracy)
@@ -208,8 +208,15 @@ def drafter_of(bench: Bench, variant: str) -> Any:
     return bench.once(folder, lambda: load_head(folder, bench.model()))
 
 
+def tidy(device: torch.device) -> None:
+    """The last engine's cache goes before the next one's comes."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str = "own") -> Engine:
-    gc.collect()
+    tidy(bench.device)
     draft = None if variant is None else drafter_of(bench, variant)
     if isinstance(draft, Head):
         kinds: dict[str, Any] = {"own": type(draft).tree.__get__(draft), "chain": Tree}
@@ -347,6 +354,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--own-length", type=int, default=256)
     parser.add_argument("--own-seconds", type=float, default=6.0)
     parser.add_argument("--draft-hidden", type=int, default=128)
+    parser.add_argument("--measured", type=int, default=48, help="batches of held-out text")
     parser.add_argument("--new", type=int, default=64, help="tokens per prompt when decoding")
     parser.add_argument("--accept-batch", type=int, default=32)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 48])

@@ -10,7 +10,6 @@ beside it over everything and is not listened to: the texts and acceptance of th
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.device_check import QWEN3_06B, QWEN3_8B
-from benchmarks.heads import MAIN, OWN, SMALL, cycle, decode
+from benchmarks.heads import MAIN, OWN, SMALL, cycle, decode, tidy
 from benchmarks.record import write
 from faircopy.bench.inflate import inflated_model
 from faircopy.config import EngineConfig
@@ -119,7 +118,7 @@ def measure(args: argparse.Namespace, name: str, target: Model, draft: Any, k: i
     for batch in args.batches:
         if time.time() > args.deadline:
             return
-        gc.collect()
+        tidy(target.device)
         config = EngineConfig(
             k=k,
             max_batch=batch,

@@ -246,7 +246,8 @@ def test_the_comparison_of_heads_runs_and_resumes(
     arguments = [
         "--target", target, "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--device", "cpu", "--steps", "2",
         "--rows", "2", "--length", "999", "--own-rows", "16", "--own-length", "90", "--own-seconds", "0", "--new", "8",
-        "--accept-batch", "2", "--batches", "2", "--memory", "16MiB", "--draft-hidden", "16", "--keep", "clover",
+        "--measured", "2", "--accept-batch", "2", "--batches", "2", "--memory", "16MiB", "--draft-hidden", "16",
+        "--keep", "clover",
     ]  # fmt: skip
     bench.main(arguments)
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
