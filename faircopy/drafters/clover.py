@@ -51,8 +51,6 @@ class AttentionDecoder(nn.Module):
 
 
 class Clover(Head):
-    method = "clover"
-
     def __init__(self, config: HeadConfig) -> None:
         options, shape = config.options, config.shape
         super().__init__(config, (config.depth,), layers=int(options.get("augment", True)))

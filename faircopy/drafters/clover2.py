@@ -45,7 +45,6 @@ def near(linear: nn.Linear, identity: float) -> nn.Linear:
 
 
 class Clover2(Head):
-    method = "clover2"
     decay = 0.7
 
     def __init__(self, config: HeadConfig) -> None:

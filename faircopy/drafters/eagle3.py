@@ -54,7 +54,6 @@ class FusedLayer(nn.Module):
 
 
 class Eagle3(Head):
-    method = "eagle3"
     deep = True
     words_kept: Tensor
 

@@ -75,7 +75,6 @@ class Head(nn.Module, ABC):
     Each method is a subclass: what it reads, how it steps from a token to the next guesses, its tree and its loss.
     """
 
-    method: ClassVar[str]
     deep: ClassVar[bool] = False  # whether guesses beyond the first level need keys and values of their own
     decay: ClassVar[float] = 0.8  # what a level's loss weighs against the one before
 

@@ -36,8 +36,6 @@ class Residual(nn.Module):
 class Medusa(Head):
     """`shared`: all heads speak through the target's own output layer, and are a fraction of the size."""
 
-    method = "medusa"
-
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config, (FINAL,))
         hidden, options = config.shape.hidden, config.options
