@@ -15,6 +15,7 @@ from faircopy.errors import ConfigError
 STRATEGIES = ("ragged",)
 VERIFIERS = ("exact", "rejection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GPU_RESERVE = 2 << 30  # bytes left alone on a GPU: contexts, graphs, other people's scratch
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -29,24 +30,27 @@ class EngineConfig:
     verifier: str = "exact"
     exact: bool = True
     max_batch: int = 64
-    chunk: int = 512  # prompt tokens fed per step at most
-    memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: a quarter of what is free
+    chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
+    memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
+    graphs: bool = True  # on a GPU: capture the steady state
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
 
     def __post_init__(self) -> None:
         self._whole("k", 0)
-        for name in ("max_batch", "chunk", "page", "lookup_min"):
+        for name in ("max_batch", "page", "lookup_min", *(("chunk",) if self.chunk is not None else ())):
             self._whole(name, 1)
         self._whole("lookup_max", self.lookup_min)
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse"):
+        for name in ("exact", "prefix_reuse", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
+
+        self.torch_device()
 
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.dtype)
@@ -62,9 +66,16 @@ class EngineConfig:
             raise ConfigError("device", self.device, "no GPU is visible", "use device='cpu'")
         return device
 
-    def cache_bytes(self) -> int:
-        """Bytes for keys and values."""
-        return free_memory(self.torch_device()) // 4 if self.memory is None else parse_bytes(self.memory)
+    def chunk_on(self, device: torch.device) -> int:
+        """Prompt tokens fed per step at most."""
+        return self.chunk or (8192 if device.type == "cuda" else 512)
+
+    def cache_bytes(self, device: torch.device, passes: int = 0) -> int:
+        """Bytes for keys and values: what was asked for, or what is left when passes have the bytes they need."""
+        if self.memory is not None:
+            return parse_bytes(self.memory)
+        free = free_memory(device)
+        return free // 4 if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

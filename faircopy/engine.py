@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter, NoDrafter
@@ -16,13 +18,18 @@ from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.meter import Meter
 from faircopy.model.base import Model
-from faircopy.model.runner import Result, Runner
+from faircopy.model.runner import Runner
 from faircopy.plan.length import FixedLength
+from faircopy.plan.room import pass_bytes
 from faircopy.scheduler import Scheduler, Wish
 from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
 from faircopy.verify.rejection import RejectionVerifier
+
+if TYPE_CHECKING:
+    from faircopy.kernels.gpu.suite import Suite
+    from faircopy.replay import Flight, Replay
 
 
 class Engine:
@@ -37,15 +44,17 @@ class Engine:
         scheduler: Scheduler,
         wish: Wish,
         eos: frozenset[int] = frozenset(),
+        replay: Replay | None = None,
     ) -> None:
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
-        self.scheduler, self.wish, self.eos = scheduler, wish, eos
+        self.scheduler, self.wish, self.eos, self.replay = scheduler, wish, eos, replay
         self.meter = Meter()
+        self._flight: Flight | None = None  # a step launched and not landed
         self._next_id = 0
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        return self.scheduler.busy  # a step in the air that nobody waits for does not count
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; one that can never be served is refused here."""
@@ -70,17 +79,43 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Advance some sequences by at least one token each; return what is new."""
+        if self._flight is not None:
+            return self._guarded(self._cruise, self._flight.seqs)
         batch = self.scheduler.pick(self.wish)  # admit, preempt, reserve room for the nodes
         self._forget_departed()
         if not batch.seqs:
             return []
+        if self.replay is not None and self.replay.takes(batch):
+            return self._guarded(lambda: self._take_off(batch), batch.seqs)
+        return self._guarded(lambda: self._run(batch), batch.seqs)
+
+    def _guarded(self, run: Callable[[], list[Output]], seqs: list[Sequence]) -> list[Output]:
         try:
-            return self._run(batch)
+            return run()
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
-            self.scheduler.retreat(batch)
+            self._flight = None
+            self.scheduler.retreat(seqs)
             raise
         finally:
             self._forget_departed()
+
+    def _take_off(self, batch: Batch) -> list[Output]:
+        assert self.replay is not None
+        self._flight = self.replay.launch(batch.seqs, batch.room)
+        return self._cruise()
+
+    def _cruise(self) -> list[Output]:
+        """Launch the next step behind the one in the air, then land that one."""
+        flight, replay = self._flight, self.replay
+        assert flight is not None and replay is not None
+        onward = self.scheduler.follow(flight.seqs, flight.space.k + 1)
+        widths = [min(self.wish(seq), flight.space.k) for seq in onward]
+        self._flight = replay.launch(onward, widths, flight) if onward else None
+        batch, draft, verdict = replay.land(flight)
+        self.target.layout.publish(batch, verdict)
+        outputs = self.scheduler.commit(batch, draft, verdict)
+        self._record(draft, flight.rows, flight.rows - len(batch) * (flight.space.k + 1), outputs)
+        return outputs
 
     def _run(self, batch: Batch) -> list[Output]:
         draft = self.drafter.propose(batch)  # may be empty, may be wrong
@@ -91,7 +126,7 @@ class Engine:
         self.target.layout.publish(batch, verdict)  # full pages may now be shared
         self.drafter.observe(batch, draft, result, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
-        self._record(draft, result, outputs)
+        self._record(draft, result.packed.size, 0, outputs)
         return outputs
 
     def _forget_departed(self) -> None:
@@ -99,11 +134,12 @@ class Engine:
             self.drafter.forget(seq)
             self.target.layout.forget(seq)
 
-    def _record(self, draft: Draft, result: Result, outputs: list[Output]) -> None:
+    def _record(self, draft: Draft, fed: int, padded: int, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()
         meter.steps += 1
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
-        meter.tokens_fed += result.packed.size
+        meter.tokens_fed += fed
+        meter.tokens_padded += padded
         meter.rows_moved = self.target.layout.moved
         meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
         meter.drafted += sum(map(len, draft.tokens))
@@ -153,29 +189,53 @@ def build_engine(
     config: EngineConfig | None = None,
     eos: frozenset[int] = frozenset(),
     wish: Wish | None = None,
+    suite: Suite | None = None,
 ) -> Engine:
-    """Put the parts together: one pool and one set of tables under the target and its draft model or head, if any."""
+    """Put the parts together: one pool and one set of tables under the target and its draft model or head, if any.
+
+    suite: kernels to run with instead of the device's own.
+    """
     config = config or EngineConfig()
     models: list[Model | Head] = [target] if draft is None else [target, draft]
     tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
-    runner = _runner(target, tables, config)
-    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, config.chunk)
+    runner = _runner(target, tables, config, suite)
+    chunk = config.chunk_on(target.device)
+    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, chunk)
     sampled = config.verifier == "rejection"
     if isinstance(draft, Head):
-        drafter = HeadDrafter(draft, _layout(draft, tables, config), config.chunk, sampled)
+        drafter = HeadDrafter(draft, _layout(draft, tables, config, suite), chunk, sampled)
     elif draft is not None:
-        drafter = ModelDrafter(_runner(draft, tables, config), target.vocab, config.chunk, sampled)
+        drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, chunk, sampled)
+    drafter = drafter or NoDrafter()
     runner.wants = getattr(drafter, "wants", ())
     verifier = RejectionVerifier() if sampled else ExactVerifier()
+    replay = None if sampled or not config.graphs else build_replay(runner, drafter, tables, config)
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter or NoDrafter(), verifier, scheduler, wish or FixedLength(config.k), ends)
+    return Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
+
+
+def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: EngineConfig) -> Replay | None:
+    """The captured steady state, where all parts of a step are kernels; None: every step is packed by the host."""
+    if getattr(target.layout, "suite", None) is None:
+        return None
+    from faircopy.model.fused import Fused
+    from faircopy.replay import Fills, Replay
+
+    models = [target.model] if not isinstance(drafter, ModelDrafter) else [target.model, drafter.model]
+    if not all(isinstance(model, Fused) for model in models) or not isinstance(drafter, Fills):
+        return None
+    return Replay(target, drafter, tables, config.max_batch)
 
 
 def page_count(models: Seq[Model | Head], config: EngineConfig) -> int:
     """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
     useful = config.max_batch * -(-models[0].context // config.page)
-    pages = min(config.cache_bytes() // max(1, per_page), useful)
+    device = models[0].device
+    measured = config.memory is None and device.type == "cuda"
+    whole = [model for model in models if not isinstance(model, Head)] if measured else []
+    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole)
+    pages = min(config.cache_bytes(device, passes) // max(1, per_page), useful)
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages
@@ -185,9 +245,9 @@ def _bytes(layer: LayerShape, model: Model | Head) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
 
 
-def _runner(model: Model, tables: Tables, config: EngineConfig) -> Runner:
-    return Runner(model, _layout(model, tables, config))
+def _runner(model: Model, tables: Tables, config: EngineConfig, suite: Suite | None) -> Runner:
+    return Runner(model, _layout(model, tables, config, suite))
 
 
-def _layout(model: Model | Head, tables: Tables, config: EngineConfig) -> PagedLayout:
-    return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact)
+def _layout(model: Model | Head, tables: Tables, config: EngineConfig, suite: Suite | None) -> PagedLayout:
+    return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gumbel import gumbel_argmax
+from faircopy.kernels.gumbel import argmax, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
 
@@ -40,9 +40,9 @@ class Row:
 def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
     """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
     if all(row.seq.params.greedy and not row.seq.adjusts for row in rows):
-        return logits.argmax(-1).tolist()
+        return argmax(logits).tolist()
     scores = adjusted(logits, rows)
-    chosen = scores.argmax(-1)
+    chosen = argmax(scores)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if drawn:
         drawing = [rows[i] for i in drawn]

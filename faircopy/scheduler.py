@@ -31,6 +31,8 @@ class Scheduler:
         self._departed: list[Sequence] = []
         self.preemptions = 0
         self.reused = 0  # tokens of newcomers that were known already
+        self._crowded = False  # nobody could be let in, and nobody has left since
+        self._ahead = 0  # tokens that a step in the air may add to each sequence
 
     @property
     def busy(self) -> bool:
@@ -61,9 +63,24 @@ class Scheduler:
         while self._waiting and chunk > 0 and len(self._running) < self._max_batch and self.preemptions == before:
             used = self._admit(batch, self._waiting[0], chunk, wish)
             if used is None:
+                self._crowded = True
                 break
             chunk -= used
         return batch
+
+    def follow(self, seqs: list[Sequence], most: int) -> list[Sequence]:
+        """Who of these goes on, before it is known what the step in the air gives them: at most so many tokens each.
+
+        Nobody, if somebody else should run, or if there is no room for two steps: then the one in the air must land.
+        """
+        admits = self._waiting and len(self._running) < self._max_batch and not self._crowded
+        unsure = [seq for seq in seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
+        others = not set(self._running) <= set(seqs)
+        fits = not (admits or others) and all(
+            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * most)) for seq in unsure
+        )
+        self._ahead = most if fits and unsure else 0
+        return unsure if fits else []
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped."""
@@ -74,9 +91,9 @@ class Scheduler:
                 outputs.append(self._extend(seq, len(nodes), decision))
         return outputs
 
-    def retreat(self, batch: Batch) -> None:
+    def retreat(self, seqs: list[Sequence]) -> None:
         """A step broke off: its sequences give up their pages and come back as if preempted."""
-        for seq in batch.seqs:
+        for seq in seqs:
             if seq in self._running:
                 self._preempt(seq)
 
@@ -147,7 +164,7 @@ class Scheduler:
         if reason:
             self._finish(seq, reason)
         else:
-            self._ledger.trim(seq, len(seq.tokens))
+            self._ledger.trim(seq, min(seq.limit, len(seq.tokens) + self._ahead))
         return Output(seq, new, accepted, reason)
 
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
@@ -173,5 +190,6 @@ class Scheduler:
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
+        self._crowded = False
         self._ledger.close(seq)
         self._departed.append(seq)

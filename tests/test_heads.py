@@ -6,22 +6,27 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from faircopy import LLM, CheckpointError, ConfigError
+from faircopy.config import EngineConfig
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.reader import PATIENCE, HeadDrafter
 from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
+from faircopy.engine import build_engine
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.model.base import Model, Taps
+from faircopy.model.runner import Runner
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import CPU, assert_same, changing, engine_of, load, random_prompts, references, requests_of, run
@@ -350,3 +355,35 @@ def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) ->
         known = engine.drafter._known.get(seq)  # type: ignore[attr-defined]
         most = max(most, sum(len(states) for _, states in known._pieces) if known else 0)
     assert 0 < most <= PATIENCE + 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    """The fused decoder hands over its states, and its attention serves the head's layers; kernels' twins on a CPU."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    head = head_for(folder, own, method)
+    requests = [Request(tuple(p), SamplingParams(max_tokens=10)) for p in random_prompts(4, model.vocab, seed=5)]
+    config = EngineConfig(memory="8MiB", chunk=16)
+    plain = run(build_engine(model, config=config, suite=TWINS), requests)
+    for k in (3, 14):
+        engine = build_engine(model, draft=head, config=replace(config, k=k), suite=TWINS)
+        seqs = run(engine, requests)
+        assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+        assert engine.meter.drafted > 0
+    for layer, states in states_of(model, head, TWINS).items():
+        torch.testing.assert_close(states, states_of(own, head)[layer], rtol=1e-3, atol=1e-4)
+
+
+def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:
+    """The target's states over a short text, by either decoder."""
+    tables = Tables(PagePool(4), 32, reuse=False)
+    runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU, False, suite), head.wants)
+    seq = Sequence(0, Request((3, 1, 4, 1, 5)), [3, 1, 4, 1, 5])
+    tables.open(seq)
+    tables.reserve(seq, 5)
+    return runner.forward(Batch([seq], [5], [0]), Draft.empty(1)).states

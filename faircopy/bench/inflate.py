@@ -18,8 +18,8 @@ from torch import Tensor
 
 from faircopy.errors import ConfigError
 from faircopy.model.base import Model
-from faircopy.model.decoder import Decoder, decoder_spec, head_size
-from faircopy.model.loader import load_config
+from faircopy.model.decoder import head_size
+from faircopy.model.loader import build_decoder, load_config
 
 # How the wide model computes the small one's function (h, H: hidden sizes; d, D: head sizes):
 #
@@ -77,9 +77,8 @@ def inflated_model(
     wide = widening.config
     width = head_size(wide)
     frequencies = 1.0 / (rope_theta(wide) ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-    spec = decoder_spec(wide, frequencies, 1.0)
     name = f"{source} as {wide.model_type} of {wide.hidden_size}"
-    return Decoder(name, spec, widening, wide.vocab_size, wide.max_position_embeddings, dtype, exact)
+    return build_decoder(name, wide, (frequencies, 1.0), widening, dtype, torch.device(device), exact)
 
 
 def inflated_state(

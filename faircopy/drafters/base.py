@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 from faircopy.model.runner import Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -37,4 +38,13 @@ class NoDrafter:
         pass
 
     def forget(self, seq: Sequence) -> None:
+        pass
+
+    def plan_fill(self, space: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def ready(self, seq: Sequence) -> bool:
+        return True
+
+    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         pass

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.sampling import Row, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -22,6 +26,10 @@ class ModelDrafter:
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
         self._mute: set[Sequence] = set()  # it cannot read these any further
         self._fed = Batch([], [], [])
+
+    @property
+    def model(self) -> Model:
+        return self._runner.model
 
     def propose(self, batch: Batch) -> Draft:
         draft = Draft.chains([[] for _ in batch.seqs], [[] for _ in batch.seqs] if self._sampled else None)
@@ -45,6 +53,28 @@ class ModelDrafter:
     def forget(self, seq: Sequence) -> None:
         self._mute.discard(seq)
         self._runner.layout.forget(seq)
+
+    def plan_fill(self, space: Any) -> Callable[[], None]:
+        """The same on the device: the last two tokens first, then node by node."""
+        model, layout, feed = self._runner.model, self._runner.layout, space.feed
+        passes = [space.catch_up_rows(layout, model.context)]
+        passes += [space.node_rows(layout, model.context, node) for node in range(space.k - 1)]
+
+        def fill() -> None:
+            for node, packed in enumerate(passes):
+                logits = model.forward(packed, layout)
+                space.suite.pick(
+                    logits, feed.heat[:, node], feed.keys[:, node], vocab=self._vocab, out=feed.ids[:, node + 1]
+                )
+
+        return fill
+
+    def ready(self, seq: Sequence) -> bool:
+        return seq not in self._mute and self._runner.layout.cached(seq) >= len(seq.tokens) - 2
+
+    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
+        if k:
+            self._runner.layout.settle(seq, length + min(accepted, k - 1))
 
     def _readable(self, batch: Batch) -> Batch:
         """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""

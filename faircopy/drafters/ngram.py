@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from faircopy.drafters.base import NoDrafter
 from faircopy.types import Batch, Draft, Sequence
 
@@ -23,6 +26,9 @@ class NgramDrafter(NoDrafter):
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
+
+    def plan_fill(self, space: Any) -> Callable[[], None]:
+        return lambda: space.suite.lookup(space.slots, space.feed, self._lengths[-1], self._lengths[0])
 
     def _lookup(self, seq: Sequence, room: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self._lengths))

@@ -8,6 +8,7 @@ shape for every call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ _settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of th
 
 def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
     """x [M, K] -> [M, N] for this weight [N, K]; exact: a row's bits do not depend on M."""
+    if weight.device.type == "cuda" and (linear := _triton()) is not None:
+        return linear(weight, bias, exact)  # type: ignore[no-any-return]
     if weight.device.type != "cpu":
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
     packed = _packed(weight, bias)
@@ -39,6 +42,15 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
     if least is None:
         return _blocks(weight, bias)
     return packed if least == 1 else _at_least(packed, least)
+
+
+def _triton() -> Any | None:
+    """The GPU's products, where Triton is installed."""
+    try:
+        from faircopy.kernels.gpu.linear import Linear
+    except ImportError:
+        return None
+    return Linear
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:

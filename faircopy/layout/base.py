@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from faircopy.kernels.attention import AttentionPlan
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 
@@ -29,8 +28,8 @@ class Packed:
     ids: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T] where each token's keys and values go
-    plans: dict[tuple[int, int], AttentionPlan]  # by (window, group)
-    wanted: Tensor  # [R] the rows of [T] whose logits are needed
+    plans: dict[tuple[int, int], Any]  # by (window, group): what the attention in use wants to know
+    wanted: Tensor  # [R] the rows of [T] whose logits are needed, ascending
     fed: list[int]  # per sequence, how many of its tokens are in here
     nodes: list[range]  # per sequence, which draft nodes are in here
     rows: list[range]  # per sequence, its rows among the wanted ones: fed tokens, then nodes
@@ -67,6 +66,7 @@ class Layout(Cache, Protocol):
     def advance(self, batch: Batch) -> None: ...
     def commit(self, batch: Batch, verdict: Verdict) -> Verdict: ...
     def publish(self, batch: Batch, verdict: Verdict) -> None: ...
+    def settle(self, seq: Sequence, length: int) -> None: ...
     def forget(self, seq: Sequence) -> None: ...
 
 

@@ -7,30 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.kernels.attention import AttentionPlan, Ints, Lane, attend, plan_attention
+from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from faircopy.kernels.gpu.attention import PageLane
+    from faircopy.kernels.gpu.suite import Suite
 
 
 class PagedLayout:
     """One model's cache over shared block tables."""
 
     def __init__(
-        self, tables: Tables, layers: list[LayerShape], dtype: torch.dtype, device: torch.device, exact: bool = True
+        self,
+        tables: Tables,
+        layers: list[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = True,
+        suite: Suite | None = None,
     ) -> None:
         self.tables, self.layers, self.device, self.exact = tables, layers, device, exact
+        self.suite = suite if suite is not None else _suite(device)
+        self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self._trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
+        self.trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
         kind = cache_dtype(dtype, device)
-        shapes = [(self._trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
+        shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
         self._values = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
@@ -51,6 +64,7 @@ class PagedLayout:
         slots: list[Ints] = []
         wanted: list[Ints] = []
         lanes: list[Lane] = []
+        pages: list[PageLane] = []
         fed: list[int] = []
         nodes: list[range] = []
         rows: list[range] = []
@@ -60,14 +74,16 @@ class PagedLayout:
             live = range(first_node, len(draft.tokens[i])) if batch.complete(i) else range(0)
             depths = _depths(draft.parents[i])
             end = upto + live.stop
-            path = self._slots(seq, end)
             where = np.concatenate([np.arange(start, upto), upto - 1 + depths[live.start : live.stop]])
-            lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, path)
+            if self.suite is None:
+                lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, self._slots(seq, end))
+            else:
+                pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
             wanted.append(len(ids) + _wanted(seq, start, upto, batch.complete(i), len(live)))
             ids += seq.tokens[start:upto]
             ids += draft.tokens[i][live.start : live.stop]
             positions.append(where)
-            slots += [path[start:upto], path[upto + live.start : end]]
+            slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
             fed.append(upto - start)
             nodes.append(live)
             first = rows[-1].stop if rows else 0
@@ -77,7 +93,7 @@ class PagedLayout:
             torch.tensor(ids, device=self.device),
             self._tensor(positions),
             self._tensor(slots),
-            {kind: self._plan(lanes, len(ids), *kind) for kind in self._kinds},
+            self._plans(lanes, len(ids)) if self.suite is None else self._page_plans(pages, batch),
             self._tensor(wanted),
             fed,
             nodes,
@@ -97,14 +113,37 @@ class PagedLayout:
     ) -> Tensor:
         """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
         shape, width = self.layers[layer], v.shape[-1]
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self.pools(layer)
         keys.index_copy_(0, packed.slots, _finite(_widen(k, shape.head_dim).to(keys.dtype)))
         values.index_copy_(0, packed.slots, _finite(_widen(v, shape.head_dim).to(values.dtype)))
         if layer == len(self.layers) - 1:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
-        plan = packed.plans[shape.window, shape.group]
-        out = attend(_widen(q, shape.head_dim), keys, values, plan, scale, softcap, sinks)
+        query = _widen(q, shape.head_dim)
+        if self.suite is not None:
+            out = self.look(packed, layer, query.to(keys.dtype).contiguous(), scale, softcap, sinks)
+        else:
+            out = attend(query, keys, values, packed.plans[shape.window, shape.group], scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, Hkv, D] of a layer."""
+        return self._keys[layer], self._values[layer]
+
+    def look(
+        self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of q [T, H, D] over what is stored, by the device's kernel."""
+        shape, suite = self.layers[layer], self.suite
+        assert suite is not None, "only a device with kernels looks by itself"
+        plan = packed.plans[shape.window, shape.group]
+        return suite.attend(
+            q, *self.pools(layer), packed.positions, plan, arrived=self._arrived, scale=scale, window=shape.window,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+    def watch(self, healthy: Tensor) -> None:
+        """A model that knows which rows are finite says so."""
+        self.healthy = healthy
 
     def advance(self, batch: Batch) -> None:
         """The step's tokens have keys now, whatever becomes of the nodes."""
@@ -120,6 +159,11 @@ class PagedLayout:
             self._reach(seq, base + len(kept))
         return verdict
 
+    def settle(self, seq: Sequence, length: int) -> None:
+        """So many of the sequence's tokens have keys here, whoever wrote them."""
+        self._nodes.pop(seq, None)
+        self._reach(seq, length)
+
     def publish(self, batch: Batch, verdict: Verdict) -> None:
         """Offer the pages that are full for good to later sequences, unless what is in them is not to be trusted."""
         for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
@@ -130,8 +174,43 @@ class PagedLayout:
         self._cached.pop(seq, None)
         self._nodes.pop(seq, None)
 
-    def _plan(self, lanes: list[Lane], size: int, window: int, group: int) -> AttentionPlan:
-        return plan_attention(lanes, size, window, group, self._trash, self.device, self.exact)
+    def _plans(self, lanes: list[Lane], size: int) -> dict[tuple[int, int], Any]:
+        return {
+            (window, group): plan_attention(lanes, size, window, group, self.trash, self.device, self.exact)
+            for window, group in self._kinds
+        }
+
+    def _page_plans(self, lanes: list[PageLane], batch: Batch) -> dict[tuple[int, int], Any]:
+        from faircopy.kernels.gpu.attention import block_length, plan_pages
+
+        if not self.layers:  # some draft heads only read
+            return {}
+        tables = [self.tables.table(seq) for seq in batch.seqs]
+        grid = np.full((len(tables), max(map(len, tables))), self.trash // self.tables.page, np.int32)
+        for row, table in zip(grid, tables, strict=True):
+            row[: len(table)] = table
+        blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))
+        sent = torch.from_numpy(grid).to(self.device)
+        plans = {group: plan_pages(lanes, group, sent, self.tables.page, blocks) for _, group in self._kinds}
+        return {(window, group): plans[group] for window, group in self._kinds}
+
+    def _page_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:
+        """As _lanes, but blocks before the nodes are one lane for all of them."""
+        from faircopy.kernels.gpu.attention import PageLane, block_length
+
+        if draft.is_chain(i) or not live:
+            return [PageLane(i, range(row, row + fed + len(live)))] if fed + len(live) else []
+        block = base // max(block_length(layer.head_dim) for layer in self.layers)
+        nodes = range(row + fed, row + fed + len(live))
+        lanes = [PageLane(i, range(row, row + fed))] if fed else []
+        lanes += [PageLane(i, nodes, 0, block)] if block else []
+        done = set(range(live.start))
+        for leaf in sorted(set(live) - set(draft.parents[i])):
+            path = draft.path(i, leaf)
+            fresh = [nodes[node - live.start] for node in path if node not in done]
+            done.update(path)
+            lanes.append(PageLane(i, fresh, block, base=base, path=path))
+        return lanes
 
     def _known_prefix(self, seq: Sequence) -> int:
         birth, known = self.tables.pool.birth, 0
@@ -147,10 +226,12 @@ class PagedLayout:
             self._full[table[index]] = self.tables.pool.birth[table[index]]
         self._cached[seq] = length
 
-    def _slots(self, seq: Sequence, end: int) -> Ints:
-        """The slot of each position below end."""
-        table = np.array(self.tables.table(seq)[: self.tables.pages_for(end)], np.int64)
-        return (table[:, None] * self.tables.page + np.arange(self.tables.page)).reshape(-1)[:end]
+    def _slots(self, seq: Sequence, end: int, start: int = 0) -> Ints:
+        """The slot of each position from start to end."""
+        page = self.tables.page
+        skip = start // page
+        table = np.array(self.tables.table(seq)[skip : self.tables.pages_for(end)], np.int64)
+        return (table[:, None] * page + np.arange(page)).reshape(-1)[start - skip * page : end - skip * page]
 
     def _lanes(
         self, seq: Sequence, draft: Draft, i: int, row: int, start: int, upto: int, live: range, path: Ints
@@ -191,6 +272,20 @@ class PagedLayout:
 
     def _tensor(self, parts: list[Ints]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+
+def _suite(device: torch.device) -> Suite | None:
+    if device.type != "cuda":
+        return None
+    from faircopy.kernels.gpu.suite import suite_for
+
+    return suite_for(device)
+
+
+def _counters(device: torch.device) -> Tensor:
+    from faircopy.kernels.gpu.attention import counters
+
+    return counters(device)
 
 
 def _depths(parents: list[int]) -> Ints:

@@ -16,16 +16,16 @@ FINAL = -1  # the normalised state that a model's head reads
 class Taps:
     """Keeps the hidden states somebody wants of a pass, a row per token: n is what enters layer n, or leaves the last.
 
-    It keeps references: whoever writes into a state afterwards must hand over a copy.
+    It keeps references: whoever goes on to write into a state hands over a copy.
     """
 
     def __init__(self, wants: tuple[int, ...]) -> None:
         self.wants = wants
         self.states: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, x: Tensor) -> None:
+    def __call__(self, layer: int, x: Tensor, copy: bool = False) -> None:
         if layer in self.wants:
-            self.states[layer] = x
+            self.states[layer] = x.clone() if copy else x
 
 
 @dataclass(frozen=True, slots=True)

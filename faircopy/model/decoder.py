@@ -77,6 +77,8 @@ class _Layer:
 class Decoder:
     """A dense decoder over packed rows; exact if its products are."""
 
+    _product: Callable[..., Product] = staticmethod(product)
+
     def __init__(
         self, name: str, spec: Spec, tensors: Tensors, vocab: int, context: int, dtype: torch.dtype, exact: bool
     ) -> None:
@@ -86,10 +88,11 @@ class Decoder:
         self._embedding = self._need("model.embed_tokens.weight")
         self.device = self._embedding.device
         self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype, device=self.device)
+        self._multiplier_value = float(self._multiplier)  # as the type rounds it
         self._layers = [self._layer(i) for i in range(len(spec.windows))]
         self._norm = self._norm_weight("model.norm.weight")
         head = tensors("lm_head.weight")
-        self._head = product(self._embedding if head is None else head, tensors("lm_head.bias"), exact)
+        self._head = self._product(self._embedding if head is None else head, tensors("lm_head.bias"), exact)
         self._rope = rope_table(spec.frequencies, context, spec.rope_factor, dtype).to(self.device)
         group = spec.heads // spec.kv_heads
         self.layers = [LayerShape(spec.kv_heads, spec.head_dim, window, group) for window in spec.windows]
@@ -148,7 +151,7 @@ class Decoder:
         return _Layer(
             qkv=self._fused(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
             out=self._fused(at + "self_attn.", "o_proj", ()),
-            gate_up=self._fused(at + "mlp.", "gate_up_proj", ("gate_proj", "up_proj")),
+            gate_up=self._gate_up(at + "mlp."),
             down=self._fused(at + "mlp.", "down_proj", ()),
             before_attention=self._norm_weight(at + "input_layernorm.weight"),
             before_mlp=self._norm_weight(at + "post_attention_layernorm.weight"),
@@ -162,8 +165,14 @@ class Decoder:
         weight = self._need(name)
         return weight if not self.spec.norm_offset else weight.float() + self.spec.norm_offset
 
+    def _gate_up(self, at: str) -> Product:
+        return self._product(*self._joined(at, "gate_up_proj", ("gate_proj", "up_proj")), self._exact)
+
     def _fused(self, at: str, whole: str, parts: tuple[str, ...]) -> Product:
-        """One product for several projections; a checkpoint may have stored them fused already."""
+        return self._product(*self._joined(at, whole, parts), self._exact)
+
+    def _joined(self, at: str, whole: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of several projections in one; a checkpoint may have stored them so already."""
         if self._tensors(f"{at}{whole}.weight") is not None or not parts:
             parts = (whole,)
         weights = [self._need(f"{at}{part}.weight") for part in parts]
@@ -171,7 +180,7 @@ class Decoder:
         bias = None
         if any(b is not None for b in biases):
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
-        return product(torch.cat(weights), bias, self._exact)
+        return torch.cat(weights), bias
 
     def _qk_norm(self, at: str) -> Tensor | None:
         q, k = self._tensors(at + "q_norm.weight"), self._tensors(at + "k_norm.weight")

@@ -14,7 +14,7 @@ from torch import Tensor
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.model.base import Model
-from faircopy.model.decoder import FAMILIES, Decoder, decoder_spec, head_size
+from faircopy.model.decoder import FAMILIES, Decoder, Tensors, decoder_spec, head_size
 
 Door = Literal["auto", "decoder", "universal"]
 
@@ -84,13 +84,39 @@ def fits_decoder(config: Any) -> bool:
 
 
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
-    tensors = Tensors(folder, dtype, device)
+    tensors = _Tensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    spec = decoder_spec(config, *_rope(config))
-    return Decoder(name, spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, exact)
+    return build_decoder(name, config, _rope(config), tensors, dtype, device, exact)
 
 
-def _check_tensors(name: str, config: Any, tensors: Tensors) -> None:
+def build_decoder(
+    name: str,
+    config: Any,
+    rope: tuple[Tensor, float],
+    tensors: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: bool,
+) -> Model:
+    """Our decoder around these tensors; made of kernels on devices that have them."""
+    spec, size, context = decoder_spec(config, *rope), config.vocab_size, config.max_position_embeddings
+    fused = _fused_decoder(device)
+    if fused is None:
+        return Decoder(name, spec, tensors, size, context, dtype, exact)
+    return fused(name, spec, tensors, size, context, dtype, exact, config.hidden_act)  # type: ignore[no-any-return]
+
+
+def _fused_decoder(device: torch.device) -> Any | None:
+    if device.type != "cuda":
+        return None
+    try:
+        from faircopy.model.fused import Fused
+    except ImportError:  # torch came without Triton
+        return None
+    return Fused
+
+
+def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
     """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +144,7 @@ def _rope(config: Any) -> tuple[Tensor, float]:
     return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
 
 
-class Tensors:
+class _Tensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,7 +195,7 @@ class Tensors:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             return
-        for name, file in read_json(index).get("weight_map", {}).items():
+        for name, file in _read_json(index).get("weight_map", {}).items():
             if name not in self._readers:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
@@ -224,7 +250,7 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (ValueError, OSError) as error:
@@ -249,7 +275,7 @@ def load_eos(path: str) -> frozenset[int]:
     """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
     folder = find_checkpoint(path)
     file = folder / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.exists() else None
+    value = _read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = getattr(load_config(folder), "eos_token_id", None)
     if value is None:

@@ -1,0 +1,287 @@
+"""Every Triton kernel against its torch twin, and against itself in other company: run by the tests in the
+interpreter, by `faircopy bench kernels` on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from faircopy import rng
+from faircopy.kernels.gpu import attention, heads, linear, norm, pick, step
+from faircopy.kernels.gpu.launch import INTERPRETED
+from faircopy.kernels.gpu.tables import Tile, span_length
+from faircopy.kernels.rope import rope_table
+
+Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
+
+# the interpreter of Triton 3.6 has no products of bfloat16
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+DTYPES = {"float32": torch.float32, "16 bits": HALF}
+TOLERANCE = {"float32": 1e-4, "16 bits": 1.2e-2}
+
+
+def checks() -> Iterator[Check]:
+    """All of them, by name; each returns how far off it is, relative to what is allowed."""
+    for name, dtype in DTYPES.items():
+        for bias in (False, True):
+            yield f"linear {name} bias={bias}", lambda d, t=dtype, n=name, b=bias: _linear(d, t, b) / TOLERANCE[n]
+        yield f"gated {name}", lambda d, t=dtype, n=name: _gated(d, t) / TOLERANCE[n]
+        yield f"norms {name}", lambda d, t=dtype, n=name: _norms(d, t) / TOLERANCE[n]
+        for kind in ("plain", "normed", "interleaved", "partial"):
+            yield f"heads {name} {kind}", lambda d, t=dtype, n=name, k=kind: _heads(d, t, k) / TOLERANCE[n]
+        for kind in ATTENTION:
+            yield f"attention {name} {kind}", lambda d, t=dtype, n=name, k=kind: _attention(d, t, k) / TOLERANCE[n]
+    yield "attention: splits change no bit", _splits
+    yield "attention: rows do not know how many they are", _lonely
+    yield "attention: a tree's rows have a chain's bits", _tree_bits
+    yield "linear: rows do not know how many they are", _companies
+    yield "pick", _pick
+    yield "step", _step
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    value = float((a - b).norm() / b.norm().clamp_min(1e-30))
+    return value if value == value else float("inf")
+
+
+def _random(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
+    """All tile kinds, with a last span shorter than the others."""
+    outputs, inner, rows = 96, 320, 21
+    w, x = _random(device, outputs, inner, dtype=dtype), _random(device, rows, inner, dtype=dtype)
+    bias = _random(device, outputs, dtype=dtype) if biased else None
+    layer = linear.Linear(w, bias)
+    worst = 0.0
+    for split in (1, 2, 4):
+        reference = linear.parts_twin(x, w, bias, split)
+        parts = layer.run(x, Tile(16, 32, 64), split)
+        added = linear.add_spans(parts, dtype) if split > 1 else parts[0]
+        worst = max(worst, distance(parts, reference), distance(added, reference.sum(0)))
+    if layer.wide_enough(x):
+        many, tiles = _random(device, 150, inner, dtype=dtype), [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
+        outs = [layer.run(many, tile, 1)[0] for tile in tiles]
+        worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
+        for tile in (Tile(64, 32, 64, wide=True, high=3, apart=apart) for apart in (False, True)):
+            worst = max(worst, distance(layer.run(many, tile, 2).float().sum(0), linear.parts_twin(many, w, bias, 2).sum(0)))
+    return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
+
+
+def _gated(device: torch.device, dtype: torch.dtype) -> float:
+    worst = 0.0
+    for kind in ("silu", "gelu_pytorch_tanh", "gelu", "relu"):
+        w, x = _random(device, 128, 192, dtype=dtype) / 8, _random(device, 19, 192, dtype=dtype)
+        layer = linear.Linear.gating(w)
+        reference = linear.gated_twin(linear.parts_twin(x, layer.weight, None, 1)[0].to(dtype), kind)
+        worst = max(worst, distance(layer.gated(x, kind), reference))
+        if layer.wide_enough(x):
+            tiles = [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
+            worst = max(worst, *(distance(layer.run(x, tile, 1, kind)[0], reference) for tile in tiles))
+    return worst
+
+
+def _norms(device: torch.device, dtype: torch.dtype) -> float:
+    table, weight = _random(device, 30, 80, dtype=dtype), _random(device, 80, dtype=dtype)
+    ids = torch.tensor([3, 29, 0, 31, -1], dtype=torch.int32, device=device)
+    ours, twin = norm.embed_norm(ids, table, weight, 1.5, 1e-6), norm.embed_norm_twin(ids, table, weight, 1.5, 1e-6)
+    worst = max(distance(a, b) for a, b in zip(ours, twin, strict=True))
+    for split, after in ((1, None), (3, None), (2, weight)):
+        parts = _random(device, split, 5, 80, dtype=torch.float32 if split > 1 else dtype)
+        x = _random(device, 5, 80, dtype=dtype)
+        x[2, 3] = torch.nan
+        other, fine, well = x.clone(), torch.empty(5, dtype=torch.bool, device=device), torch.empty(5, dtype=torch.bool, device=device)
+        y = norm.add_norm(x, parts, weight, 1e-6, after, 0.5, fine)
+        z = norm.add_norm_twin(other, parts, weight, 1e-6, after, 0.5, well)
+        assert torch.equal(fine, well) and not bool(fine[2]), "a row that is not finite was not seen"
+        worst = max(worst, *(distance(a[fine], b[fine]) for a, b in ((y, z), (x, other))))
+    return worst
+
+
+def _heads(device: torch.device, dtype: torch.dtype, kind: str) -> float:
+    rows, count, kv, dim, split = 7, 6, 2, 32, 2
+    parts = _random(device, split, rows, (count + 2 * kv) * dim)
+    parts[0, 3, -1] = torch.inf
+    half = dim // 4 if kind == "partial" else dim // 2
+    table = rope_table(torch.rand(half, generator=torch.Generator().manual_seed(1)), 50, 1.0, dtype).to(device)
+    weight = _random(device, count + kv, dim, dtype=dtype) if kind == "normed" else None
+    positions = torch.tensor([0, 5, 49, 60, 2, 3, 4], dtype=torch.int32, device=device)
+    slots = torch.tensor([9, 3, 4, 1, 0, 2, 8], device=device)
+    pools = [torch.zeros(10, kv, dim, dtype=dtype, device=device) for _ in range(4)]
+    options = (parts, weight, table, positions, slots)
+    q = heads.place(*options, pools[0], pools[1], count, 1e-6, kind == "interleaved")
+    twin = heads.place_twin(*options, pools[2], pools[3], count, 1e-6, kind == "interleaved")
+    return max(distance(a, b) for a, b in ((q, twin), (pools[0], pools[2]), (pools[1], pools[3])))
+
+
+ATTENTION: dict[str, dict[str, float]] = {
+    "chain": {},
+    "window": {"window": 70},
+    "cap": {"softcap": 20.0},
+    "sinks": {"sinks": 1},
+    "odd group": {"group": 3, "dim": 80},
+    "tree": {"tree": 1},
+    "tree, window": {"tree": 1, "window": 70},
+}
+
+
+def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 64, tree: bool = False) -> dict[str, object]:
+    """Three sequences of 1, 6 and 20 queries at lengths 3, 150 and 300; with a tree in the second."""
+    page, kv, pages = 32, 2, 40
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()
+    tables = torch.stack([order[n * 12 : n * 12 + 12] for n in range(3)]).to(device)
+    lengths, counts = (3, 150, 300), (1, 6, 20)
+    positions, lanes, row = [], [], 0
+    for seq, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        rows = range(row, row + count)
+        if tree and seq == 1:  # nodes 0 1 2 3 4 5 with parents - 0 0 1 2 -
+            positions += [length + depth for depth in (0, 1, 1, 2, 2, 0)]
+            block, n = length // attention.block_length(dim), [*rows]
+            lanes.append(attention.PageLane(seq, n, 0, block))
+            for fresh, path in (((0, 1, 3), (0, 1, 3)), ((2, 4), (0, 2, 4)), ((5,), (5,))):
+                lanes.append(attention.PageLane(seq, [n[i] for i in fresh], block, attention.END, length, path))
+        else:
+            positions += range(length - count, length)
+            lanes.append(attention.PageLane(seq, rows))
+        row += count
+    plan = attention.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, 12)
+    pools = [_random(device, pages * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
+    q = _random(device, row, kv * group, dim, dtype=dtype)
+    return {"q": q, "keys": pools[0], "values": pools[1], "positions": torch.tensor(positions, dtype=torch.int32, device=device), "plan": plan}
+
+
+def _attention(device: torch.device, dtype: torch.dtype, kind: str) -> float:
+    given = dict(ATTENTION[kind])
+    shape = {name: int(given.pop(name)) for name in ("group", "dim") if name in given}
+    scene = _scene(device, dtype, tree=bool(given.pop("tree", 0)), **shape)
+    if given.pop("sinks", 0):
+        given["sinks"] = _random(device, scene["q"].shape[1])  # type: ignore[assignment, attr-defined]
+    window = {"window": int(given.pop("window", 0))}
+    twin = attention.attend_pages_twin(**scene, scale=0.3, **window, **given)  # type: ignore[arg-type]
+    return max(distance(_attend(scene, device, splits, **window, **given), twin) for splits in (1, 2))
+
+
+def _attend(scene: dict[str, object], device: torch.device, splits: int | None, **options: object) -> Tensor:
+    return attention.attend_pages(**scene, arrived=attention.counters(device).repeat(64), scale=0.3, splits=splits, **options)  # type: ignore[arg-type]
+
+
+def _splits(device: torch.device) -> float:
+    scene = _scene(device, HALF)
+    results = [_attend(scene, device, splits) for splits in (1, 2, 4, 1)]
+    return float(sum(not torch.equal(result, results[0]) for result in results))
+
+
+def _lonely(device: torch.device) -> float:
+    """The twenty rows of the longest sequence at once, six at a time, and one by one."""
+    scene = _scene(device, HALF)
+    plan, q, positions = scene["plan"], scene["q"][7:], scene["positions"][7:]  # type: ignore[index]
+    assert isinstance(plan, attention.PagePlan)
+    results = []
+    for many in (20, 6, 1):
+        outs = []
+        for at in range(0, 20, many):
+            rows = q[at : at + many].contiguous()
+            part = attention.plan_pages([attention.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, 12)
+            own = {**scene, "q": rows, "positions": positions[at : at + many].contiguous(), "plan": part}
+            outs += [_attend(own, device, splits) for splits in (1, 3)]
+        results += [torch.cat(outs[::2]), torch.cat(outs[1::2])]
+    return float(sum(not torch.equal(result, results[0]) for result in results))
+
+
+def _tree_bits(device: torch.device) -> float:
+    """The path 0 2 4 of the tree, laid out as a chain."""
+    scene = _scene(device, HALF, tree=True)
+    out = _attend(scene, device, None)
+    plan = scene["plan"]
+    assert isinstance(plan, attention.PagePlan)
+    keys, values, q = (scene[name].clone() for name in ("keys", "values", "q"))  # type: ignore[attr-defined]
+
+    def slot(index: int) -> int:
+        return int(plan.tables[1, index // plan.page]) * plan.page + index % plan.page
+
+    for pool in (keys, values):
+        moved = [pool[slot(150 + node)].clone() for node in (0, 2, 4)]
+        for place, line in enumerate(moved):
+            pool[slot(150 + place)] = line
+    rows = torch.tensor([1, 3, 5], device=q.device)
+    chain = attention.plan_pages([attention.PageLane(1, range(3))], 4, plan.tables, plan.page, 12)
+    positions = torch.tensor([150, 151, 152], dtype=torch.int32, device=q.device)
+    straight = {"q": q[rows].contiguous(), "keys": keys, "values": values, "positions": positions, "plan": chain}
+    return float(not torch.equal(_attend(straight, device, None), out[rows]))
+
+
+COMPANIES = (1, 2, 5, 16, 17, 40, 64, 130)
+
+
+def _companies(device: torch.device) -> float:
+    """Rows alone, in small company by spans, in large company by the standing grid: the same bits."""
+    w, x = _random(device, 128, 2048, dtype=HALF), _random(device, 130, 2048, dtype=HALF)
+    layer = linear.Linear(w)
+    assert span_length(2048, layer.plan.split) < 2048, "a shape with spans is wanted"
+    whole = layer(x)
+    wrong = sum(not torch.equal(layer(x[:m].contiguous()), whole[:m]) for m in COMPANIES)
+    tiles = [Tile(64, 64, 64, wide=True, high=high, apart=apart) for high in (1, 2, 3) for apart in (False, True)]
+    for parts in (layer.run(x, tile, layer.plan.split) for tile in tiles):
+        done = parts[0] if len(parts) == 1 else linear.add_spans(parts, HALF)
+        wrong += not torch.equal(done, whole)
+    gated = layer.gated(x, "silu")
+    wrong += sum(not torch.equal(layer.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
+    return float(wrong)
+
+
+def _pick(device: torch.device) -> float:
+    logits = _random(device, 6, 9000, dtype=HALF)
+    logits[1, 4097] = logits[1, 8000] = 50.0
+    logits[4, 5000] = torch.nan
+    logits[5, 17] = -torch.inf
+    heat = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
+    keys = torch.tensor([step._as_signed(rng.key(7, n)) for n in range(6)], device=device)
+    wrong = 0
+    for strict in (False, True):
+        ours, twin = (f(logits, heat, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))
+        wrong += int((ours != twin).sum())
+    return float(wrong)
+
+
+def _step(device: torch.device) -> float:
+    """Prepare, look up and accept, twice in a row, as the twins do."""
+    pairs = [_slots(device) for _ in range(2)]
+    feeds = [step.Feed.empty(4, 4, device) for _ in range(2)]
+    outs = [torch.zeros(4, 10, dtype=torch.int32, device=device) for _ in range(2)]
+    wrong = 0
+    for turn in range(2):
+        chosen = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5], [7, -1, 7, 7], [1, 2, 1, 2]], dtype=torch.int32, device=device)
+        for (prepare, lookup, accept), slots, feed, out in zip(_STEPS, pairs, feeds, outs, strict=True):
+            prepare(slots, feed, 4, 999)
+            lookup(slots, feed, 1, 3)
+            accept(slots, feed, chosen.flatten(), out)
+            slots.control[:, step.FRESH] = 0
+        same = [torch.equal(getattr(feeds[0], n), getattr(feeds[1], n)) for n in step.Feed.__dataclass_fields__]
+        same += [torch.equal(outs[0], outs[1]), torch.equal(pairs[0].history, pairs[1].history)]
+        wrong += same.count(False) * (turn + 1)
+    return float(wrong)
+
+
+_STEPS = (
+    (step.prepare, step.lookup, step.accept),
+    (step.prepare_twin, step.lookup_twin, step.accept_twin),
+)
+
+
+def _slots(device: torch.device) -> step.Slots:
+    control = torch.zeros(4, step.PAGES + 8, dtype=torch.int32)
+    control[:, step.FRESH] = 1
+    control[:, step.LENGTH] = torch.tensor([1, 9, 12, 14])
+    control[:, step.LIMIT] = torch.tensor([30, 11, 30, 30])
+    control[:, step.WIDTH] = torch.tensor([3, 3, 2, 3])
+    control[:, step.HEAT] = torch.tensor([0.0, 0.5, 0.0, 1.0]).view(torch.int32)
+    control[:, step.SEED_LOW :] = torch.randint(1, 99, (4, 10), generator=torch.Generator().manual_seed(5))
+    history = torch.randint(0, 3, (4, 40), generator=torch.Generator().manual_seed(6), dtype=torch.int32)
+    history[1, :9] = 5
+    history[3, :14] = torch.tensor([1, 2] * 7)
+    return step.Slots(control.to(device), torch.zeros(4, dtype=torch.int32, device=device), history.to(device))

@@ -1,0 +1,372 @@
+"""Attention of ragged queries over paged keys, in key blocks that begin at fixed positions.
+
+A row's blocks are computed one by one and merged in ascending order, always by the same arithmetic; whether one program
+walks over all of them or many programs take one each changes no bit. A block past a row's position leaves it untouched.
+
+A tree has one lane per leaf: from `base` on, key positions are looked up in the lane's path. Blocks before that are the
+same for all nodes and are computed once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from faircopy.kernels.gpu.launch import begin, options, power, processors
+
+TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
+PATH = 64  # nodes on one path of a tree at most
+PARTS_LIMIT = 256 << 20  # bytes of block results held outside registers at most
+END = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PageLane:
+    """Packed rows of one sequence that see the same keys, as far as their positions let them."""
+
+    seq: int
+    rows: Seq[int]
+    first: int = 0  # key block
+    stop: int = END
+    base: int = END
+    path: Seq[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlan:
+    """Which queries run together, and where their keys lie."""
+
+    rows: Tensor  # [tiles, Q] packed row of each query; -1: none
+    ranges: Tensor  # [tiles, 2] first key block, and the one after the last
+    seqs: Tensor  # [tiles] row of `tables`
+    tables: Tensor  # [sequences, pages]
+    page: int
+    blocks: int  # key blocks of the longest sequence, at most
+    bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: no trees
+    paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
+    even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
+
+
+def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
+    """Cut lanes into tiles of equal height."""
+    height = min(power(max(len(lane.rows) for lane in lanes)), power(TOKENS // group + 1) // 2 or 1)
+    cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
+    rows = np.full((len(cuts), height), -1, np.int32)
+    paths = np.zeros((len(cuts), PATH), np.int32)
+    for n, (lane, cut) in enumerate(cuts):
+        rows[n, : len(cut)] = cut
+        paths[n, : len(lane.path)] = lane.path
+    even = _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
+    numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32)
+    tree = any(len(lane.path) for lane in lanes)
+
+    def sent(array: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(tables.device, non_blocking=True)
+
+    return PagePlan(
+        sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
+        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, 0 if tree else even,
+    )  # fmt: skip
+
+
+def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
+    """The same number of rows for each sequence, whatever their lengths will be: a plan that can be captured."""
+    blocks = -(-context // block_length(dim))
+    height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
+    ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
+    seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
+    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
+
+
+def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
+    """Rows per sequence, if all have the same number, one tile each, in order."""
+    count = len(tiles[0][1])
+    regular = [(n, list(range(n * count, (n + 1) * count))) for n in range(seqs)]
+    return count if tiles == regular else 0
+
+
+def block_length(dim: int) -> int:
+    """Keys per block: part of the numbers' definition, so it depends on the head alone."""
+    return 64 if dim <= 128 else 32
+
+
+@triton.jit
+def _merge(m, l, acc, m_new, l_new, acc_new):
+    """Running maximum, sum and output, and a later block's: exact for a block that saw nothing."""
+    top = tl.maximum(m, m_new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old, new = tl.exp2(m - safe), tl.exp2(m_new - safe)
+    return top, tl.fma(l, old, l_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
+
+
+@triton.jit
+def _block(
+    query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
+    KV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: its maximum, sum and output per row."""
+    at = block * BN + tl.arange(0, BN)
+    last = tl.max(position, 0)
+    index = at
+    if TREE:
+        index = tl.where(at < base, at, base + tl.load(path + tl.minimum(tl.maximum(at - base, 0), LAST - 1)))
+    page = tl.load(table + index // PAGE, mask=at <= last, other=0).to(tl.int64)
+    slot = page * PAGE + index % PAGE
+    where = (slot[:, None] * KV + head) * D + dims[None, :]
+    inside = (at[:, None] <= last) & (dims[None, :] < D)
+    precision: tl.constexpr = "ieee" if PRECISE else "tf32"
+    key = tl.load(keys + where, mask=inside, other=0.0)
+    scores = tl.dot(query, key.T, input_precision=precision) * scale
+    if CAPPED:
+        turned = 1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0)
+        scores = cap * turned * 1.4426950408889634
+    visible = at[None, :] <= position[:, None]
+    if WINDOWED:
+        visible &= at[None, :] > position[:, None] - window
+    scores = tl.where(visible, scores, float("-inf"))
+    m = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
+    value = tl.load(values + where, mask=inside, other=0.0)
+    p = p.to(value.dtype)
+    # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
+    ones = tl.full((BN, 16), 1.0, value.dtype)
+    l = tl.max(tl.dot(p, ones, input_precision=precision), 1)
+    return m, l, tl.dot(p, value, input_precision=precision)
+
+
+@triton.jit
+def _finish(m, l, acc, sinks, heads, inside, SINKS: tl.constexpr):
+    """Divide by the sum, shared with a score per head that has no value."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        m, l, acc = _merge(m, l, acc, sink, tl.full(l.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
+    return acc / tl.where(l == 0.0, 1.0, l)[:, None]
+
+
+@triton.jit(do_not_specialize=["window", "width", "blocks"])
+def _attend(
+    q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, bases, paths, positions, sinks,
+    scale, cap, window, width, blocks,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, key head, split). Without splits: all blocks, merged as they come. With splits: every SPLITS-th
+    block goes to `parts`, and whoever comes last merges them. A tree's blocks all go there, for another kernel."""
+    GROUP: tl.constexpr = HEADS // KV
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    places = tl.arange(0, BM)
+    token, heads = places // GROUP, head * GROUP + places % GROUP
+    dims = tl.arange(0, DP)
+    begin(PDL)
+    if EVEN:
+        row = tl.where(token < EVEN, tile * EVEN + token, -1)
+        seq, first, end = tile, 0, END_
+    else:
+        row = tl.load(rows + tile * Q + token, mask=token < Q, other=-1)
+        seq, first, end = tl.load(seqs + tile), tl.load(ranges + 2 * tile), tl.load(ranges + 2 * tile + 1)
+    live = row >= 0
+    position = tl.load(positions + row, mask=live, other=-1)
+    stop = tl.minimum(end, tl.max(position, 0) // BN + 1)
+    if WINDOWED:
+        lowest = tl.min(tl.where(live, position, END_), 0)
+        first = tl.maximum(first, tl.maximum(lowest - window + 1, 0) // BN)
+    if first + split >= stop:
+        return
+    table = tables + seq.to(tl.int64) * width
+    base = 0
+    path = paths
+    if TREE:
+        base = tl.load(bases + tile)
+        path = paths + tile * LAST
+    inside = live[:, None] & (dims[None, :] < D)
+    line = row.to(tl.int64) * HEADS + heads
+    query = tl.load(q + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    if SPLITS == 1 and not TREE:
+        m = tl.full((BM,), float("-inf"), tl.float32)
+        l = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, DP), tl.float32)
+        for block in range(first, stop):
+            m_new, l_new, acc_new = _block(
+                query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
+                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
+            )  # fmt: skip
+            m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
+        y = _finish(m, l, acc, sinks, heads, live, SINKS)
+        tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
+    else:
+        for block in range(first + split, stop, SPLITS):
+            m_new, l_new, acc_new = _block(
+                query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
+                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
+            )  # fmt: skip
+            place = line * blocks + block
+            tl.store(stats + place * 2, m_new, mask=live)
+            tl.store(stats + place * 2 + 1, l_new, mask=live)
+            tl.store(parts + place[:, None] * D + dims[None, :], acc_new, mask=inside)
+        if not TREE:
+            tl.debug_barrier()
+            counter = counters + tile * KV + head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == tl.minimum(stop - first, SPLITS) - 1:
+                tl.store(counter, 0)
+                m = tl.full((BM,), float("-inf"), tl.float32)
+                l = tl.zeros((BM,), tl.float32)
+                acc = tl.zeros((BM, DP), tl.float32)
+                for start in range(first, stop, 4):
+                    for n in tl.static_range(4):  # four at once: the loads do not wait for each other
+                        block = start + n
+                        place = line * blocks + block
+                        here = live & (block < stop)
+                        m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+                        l_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+                        where = parts + place[:, None] * D + dims[None, :]
+                        acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
+                        m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
+                y = _finish(m, l, acc, sinks, heads, live, SINKS)
+                tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["window", "blocks"])
+def _gather(
+    out, parts, stats, positions, sinks, window, blocks,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    HB: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the blocks of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HB + tl.arange(0, HB)
+    dims = tl.arange(0, DP)
+    begin(PDL)
+    live = heads < HEADS
+    inside = live[:, None] & (dims[None, :] < D)
+    position = tl.load(positions + row)
+    first = position * 0
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0) // BN
+    line = row * HEADS + heads
+    m = tl.full((HB,), float("-inf"), tl.float32)
+    l = tl.zeros((HB,), tl.float32)
+    acc = tl.zeros((HB, DP), tl.float32)
+    for block in range(first, position // BN + 1):
+        place = line * blocks + block
+        m_new = tl.load(stats + place * 2, mask=live, other=float("-inf"))
+        l_new = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
+        acc_new = tl.load(parts + place[:, None] * D + dims[None, :], mask=inside, other=0.0)
+        m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
+    y = _finish(m, l, acc, sinks, heads, live, SINKS)
+    tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+END_ = tl.constexpr(END)
+
+
+def counters(device: torch.device) -> Tensor:
+    """How many programs of a tile have arrived: all zero between passes; one set per stream."""
+    return torch.zeros(2 * processors(device), dtype=torch.int32, device=device)
+
+
+def attend_pages(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    plan: PagePlan,
+    arrived: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks in parallel; None: as it pays."""
+    (rows, heads, d), kv = q.shape, keys.shape[1]
+    tiles, height = plan.rows.shape
+    tree, bn = plan.bases is not None, block_length(d)
+    splits = splits or _splits(plan, kv, rows * heads * d * 4, arrived.numel())
+    apart = tree or splits > 1
+    lines = rows * heads * plan.blocks if apart else 0
+    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    out = torch.empty_like(q)
+    log2e = 1.4426950408889634
+    common = dict(
+        HEADS=heads, D=d, DP=power(d, 16), BN=bn, WINDOWED=window > 0, SINKS=sinks is not None,
+        **options(q.device),
+    )  # fmt: skip
+    bm = power(height * (heads // kv), 16)
+    _attend[(tiles, kv, splits)](
+        q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
+        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks,
+        KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
+        PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
+    )  # fmt: skip
+    if tree:
+        _gather[(rows, -(-heads // 4))](out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common)
+    return out
+
+
+def _launch(bm: int, splits: int) -> dict[str, int]:
+    return {"num_warps": 4 if bm < 64 else 8, "num_stages": 3 if splits == 1 else 2}
+
+
+def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:
+    """How many programs share a tile's blocks: enough to fill the chip, as far as the results may be held."""
+    programs = plan.rows.shape[0] * kv
+    if programs >= fill or plan.blocks * line_bytes > PARTS_LIMIT:
+        return 1
+    return min(plan.blocks, power(-(-fill // programs)), 16)
+
+
+def attend_pages_twin(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    plan: PagePlan,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Row by row, in float32."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // keys.shape[1]
+    for tile, rows in enumerate(plan.rows.tolist()):
+        for row in (row for row in rows if row >= 0):
+            position = int(positions[row])
+            if not _computes(plan, tile, position, q.shape[2]):
+                continue
+            at = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
+            slots = _slots(plan, tile, at)
+            k, v = (pool[slots].float().repeat_interleave(group, 1) for pool in (keys, values))
+            scores = torch.einsum("hd,nhd->hn", q[row].float(), k) * scale
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.float()[:, None]], 1)
+            weights = torch.softmax(scores, -1)[:, : len(at)]
+            out[row] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)
+    return out
+
+
+def _computes(plan: PagePlan, tile: int, position: int, dim: int) -> bool:
+    """Whether the tile sees the row's own block; another may hold what lies before."""
+    first, stop = plan.ranges[tile].tolist()
+    return first <= position // block_length(dim) < stop
+
+
+def _slots(plan: PagePlan, tile: int, at: Tensor) -> Tensor:
+    index = at
+    if plan.bases is not None and plan.paths is not None:
+        base = int(plan.bases[tile])
+        index = torch.where(at < base, at, base + plan.paths[tile][(at - base).clamp(0, PATH - 1)])
+    table = plan.tables[int(plan.seqs[tile])]
+    return table[index // plan.page].long() * plan.page + index % plan.page

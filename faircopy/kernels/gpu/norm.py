@@ -1,0 +1,123 @@
+"""The seams between products: add a product's spans to the residual stream and normalise what comes out."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.linear import add_spans_twin
+
+
+@triton.jit
+def _normalised(x, weight, at, inside, eps, N: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    return x * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["apart"])
+def _embed(ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    begin(PDL)
+    token = tl.minimum(tl.maximum(tl.load(ids + row * apart), 0), vocab - 1).to(tl.int64)
+    value = tl.load(table + token * N + at, mask=inside, other=0.0).to(tl.float32) * multiplier
+    value = value.to(x.dtype.element_ty)
+    tl.store(x + row * N + at, value, mask=inside)
+    tl.store(y + row * N + at, _normalised(value.to(tl.float32), weight, at, inside, eps, N).to(y.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm(
+    x, parts, after, weight, y, healthy, rows, multiplier, eps,
+    N: tl.constexpr, SPLIT: tl.constexpr, AFTER: tl.constexpr, WATCH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    kind = x.dtype.element_ty
+    begin(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for span in tl.static_range(SPLIT):
+        total += tl.load(parts + (span * rows + row) * N + at, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(kind).to(tl.float32)
+    if AFTER:
+        total = _normalised(total, after, at, inside, eps, N).to(kind).to(tl.float32)
+    value = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.fma(total, multiplier, value).to(kind)
+    tl.store(x + row * N + at, value, mask=inside)
+    value = value.to(tl.float32)
+    if WATCH:
+        wrong = tl.sum(((value != value) | (tl.abs(value) == float("inf"))).to(tl.int32), 0)
+        tl.store(healthy + row, wrong == 0)
+    tl.store(y + row * N + at, _normalised(value, weight, at, inside, eps, N).to(kind), mask=inside)
+
+
+def embed_norm(ids: Tensor, table: Tensor, weight: Tensor, multiplier: float, eps: float) -> tuple[Tensor, Tensor]:
+    """Embedded tokens [T, N], and the same normalised. An id outside the table counts as its last row."""
+    x = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=table.device)
+    y = torch.empty_like(x)
+    n = table.shape[1]
+    _embed[(ids.shape[0],)](
+        ids, table, weight, x, y, multiplier, eps, table.shape[0], ids.stride(0),
+        N=n, BLOCK=power(n), num_warps=_warps(n), **options(x.device),
+    )  # fmt: skip
+    return x, y
+
+
+def embed_norm_twin(ids: Tensor, table: Tensor, weight: Tensor, multiplier: float, eps: float) -> tuple[Tensor, Tensor]:
+    x = (table[ids.clamp(0, table.shape[0] - 1)].float() * multiplier).to(table.dtype)
+    return x, _norm_twin(x, weight, eps)
+
+
+def add_norm(
+    x: Tensor,
+    parts: Tensor,
+    weight: Tensor,
+    eps: float,
+    after: Tensor | None = None,
+    multiplier: float = 1.0,
+    healthy: Tensor | None = None,
+) -> Tensor:
+    """x [T, N] += a product's spans [S, T, N], normalised by themselves if `after`; returns the sum, normalised.
+
+    healthy [T], if given, is set to whether the row is finite.
+    """
+    y = torch.empty_like(x)
+    rows, n = x.shape
+    _add_norm[(rows,)](
+        x, parts, after, weight, y, healthy, rows, multiplier, eps,
+        N=n, SPLIT=parts.shape[0], AFTER=after is not None, WATCH=healthy is not None, BLOCK=power(n),
+        num_warps=_warps(n), **options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def add_norm_twin(
+    x: Tensor,
+    parts: Tensor,
+    weight: Tensor,
+    eps: float,
+    after: Tensor | None = None,
+    multiplier: float = 1.0,
+    healthy: Tensor | None = None,
+) -> Tensor:
+    total = add_spans_twin(parts, x.dtype)
+    if after is not None:
+        total = _norm_twin(total, after, eps)
+    x.copy_(x.float() + total.float() * multiplier)
+    if healthy is not None:
+        healthy.copy_(torch.isfinite(x).all(-1))
+    return _norm_twin(x, weight, eps)
+
+
+def _norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def _warps(n: int) -> int:
+    return 4 if n <= 2048 else 8

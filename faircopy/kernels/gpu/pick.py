@@ -1,0 +1,121 @@
+"""Choose a token per row: the best, or the best after Gumbel noise keyed by (seed, position). Ties: the lowest id."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from faircopy.kernels.gpu.launch import begin, options
+from faircopy.kernels.gumbel import gumbel
+
+CHUNK = 4096
+BROKEN = -1  # what is chosen in a row that is not finite
+
+
+@triton.jit
+def _scramble(x):
+    """Murmur3's finaliser on unsigned 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise(key, tokens):
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    bits = _scramble(_scramble((tokens.to(tl.uint32) * 0x9E3779B1) ^ low) ^ high)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def mix(value):
+    """splitmix64's finaliser, as rng.mix."""
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit(do_not_specialize=["apart"])
+def _scan(
+    logits, temperatures, keys, values, tokens, V, stride, apart, chunks,
+    STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of one chunk of one row; a chunk that is not finite says so."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    begin(PDL)
+    x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    bad = (x != x) | (x == float("inf"))
+    if STRICT:
+        bad |= (x == float("-inf")) & (at < V)
+    wrong = tl.max(bad.to(tl.int32), 0)
+    temperature = tl.load(temperatures + row * apart)
+    if temperature > 0.0:
+        key = tl.load(keys + row * apart).to(tl.uint64, bitcast=True)
+        x = tl.div_rn(x, temperature) + _noise(key, at)
+    best = tl.max(x, 0)
+    token = tl.min(tl.where(x == best, at, 2147483647), 0)
+    tl.store(values + row * chunks + chunk, best)
+    tl.store(tokens + row * chunks + chunk, tl.where(wrong != 0, -1, token))
+
+
+@triton.jit(do_not_specialize=["apart"])
+def _best(values, tokens, out, apart, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    begin(PDL)
+    value = tl.load(values + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    token = tl.load(tokens + row * chunks + at, mask=at < chunks, other=2147483647)
+    winner = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
+    tl.store(out + row * apart, tl.where(tl.min(token, 0) < 0, -1, winner))
+
+
+def pick(
+    logits: Tensor,
+    temperatures: Tensor,
+    keys: Tensor,
+    vocab: int | None = None,
+    out: Tensor | None = None,
+    strict: bool = False,
+) -> Tensor:
+    """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN where not finite.
+
+    vocab: only the first so many tokens count. Minus infinity is a way to exclude a token, unless `strict`.
+    temperatures, keys and out may be columns of tables, of one width.
+    """
+    rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
+    chunks = -(-size // CHUNK)
+    values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
+    assert temperatures.stride(0) == keys.stride(0), "columns of tables of one width"
+    extra = options(logits.device)
+    _scan[(rows, chunks)](
+        logits, temperatures, keys, values, tokens, size, logits.stride(0), keys.stride(0), chunks,
+        STRICT=strict, CHUNK=CHUNK, num_warps=8, **extra,
+    )  # fmt: skip
+    _best[(rows,)](
+        values, tokens, out, out.stride(0), chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **extra
+    )
+    return out
+
+
+def pick_twin(
+    logits: Tensor,
+    temperatures: Tensor,
+    keys: Tensor,
+    vocab: int | None = None,
+    out: Tensor | None = None,
+    strict: bool = False,
+) -> Tensor:
+    x = logits[:, : vocab or logits.shape[1]].float()
+    broken = ((x != x) | (x == torch.inf) | ((x == -torch.inf) & strict)).any(-1)
+    tokens = torch.arange(x.shape[1], device=x.device)
+    noisy = x / temperatures[:, None].clamp_min(1e-30) + gumbel(keys[:, None], tokens[None, :])
+    chosen = torch.where(temperatures > 0, noisy.argmax(-1), x.argmax(-1))
+    chosen = torch.where(broken, BROKEN, chosen).to(torch.int32)
+    return chosen if out is None else out.copy_(chosen)

@@ -1,0 +1,59 @@
+"""All kernels under one name, and their twins under another: who runs a model is handed one of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from faircopy.kernels.gpu import attention, heads, norm, pick, step
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What a packed pass and a step are made of, products aside."""
+
+    embed_norm: Callable[..., tuple[Tensor, Tensor]]
+    add_norm: Callable[..., Tensor]
+    place: Callable[..., Tensor]
+    attend: Callable[..., Tensor]
+    pick: Callable[..., Tensor]
+    prepare: Callable[..., None]
+    lookup: Callable[..., None]
+    accept: Callable[..., None]
+
+
+KERNELS = Suite(
+    norm.embed_norm,
+    norm.add_norm,
+    heads.place,
+    attention.attend_pages,
+    pick.pick,
+    step.prepare,
+    step.lookup,
+    step.accept,
+)
+
+
+def _attend_twin(*args: Any, arrived: Tensor, splits: int | None = None, **options: Any) -> Tensor:
+    return attention.attend_pages_twin(*args, **options)
+
+
+TWINS = Suite(
+    norm.embed_norm_twin,
+    norm.add_norm_twin,
+    heads.place_twin,
+    _attend_twin,
+    pick.pick_twin,
+    step.prepare_twin,
+    step.lookup_twin,
+    step.accept_twin,
+)
+
+
+def suite_for(device: torch.device) -> Suite | None:
+    """The kernels where they run; None: this device is served by torch alone."""
+    return KERNELS if device.type == "cuda" else None

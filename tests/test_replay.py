@@ -1,0 +1,167 @@
+"""The steady state without the host, run on the CPU by the kernels' twins: the same tokens as plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from faircopy import bundled
+from faircopy.config import EngineConfig
+from faircopy.drafters.base import Drafter
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.engine import Engine, build_engine
+from faircopy.kernels.gpu.suite import TWINS
+from faircopy.model import loader
+from faircopy.model.decoder import decoder_spec
+from faircopy.model.fused import Fused
+from faircopy.types import Request, SamplingParams, Sequence
+
+PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
+
+
+def fused(folder: str) -> Fused:
+    """A checkpoint in the GPU's decoder, with torch's own products."""
+    config, cpu = loader.load_config(Path(folder)), torch.device("cpu")
+    tensors = loader._Tensors(Path(folder), torch.float32, cpu)
+    spec, size = decoder_spec(config, *loader._rope(config)), config.vocab_size
+    return Fused(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False, config.hidden_act)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Fused, Fused]:
+    return fused(str(bundled.draft())), fused(str(bundled.draft()))
+
+
+def build(pair: tuple[Fused, Fused], drafter: str | None, **options: object) -> Engine:
+    settings = {"max_batch": 4, "memory": "4MiB", **options}
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    own: Drafter | None = NgramDrafter() if drafter == "ngram" else None
+    draft = pair[1] if drafter == "model" else None
+    return build_engine(pair[0], own, draft=draft, config=config, eos=frozenset({0}), suite=TWINS)
+
+
+def finish(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
+    for _ in range(2000):
+        if not engine.busy:
+            return [seq.output for seq in seqs]
+        engine.step()
+        engine.tables.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def ask(engine: Engine, params: SamplingParams, k: int | None = None) -> list[Sequence]:
+    return [engine.add(Request(tuple(p), params, seed=n, k=k)) for n, p in enumerate(PROMPTS)]
+
+
+GREEDY = SamplingParams(max_tokens=23)
+WARM = SamplingParams(max_tokens=23, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Fused, Fused]) -> dict[SamplingParams, list[list[int]]]:
+    def alone(params: SamplingParams) -> list[list[int]]:
+        engine = build(pair, None, k=0, max_batch=1, graphs=False)
+        return finish(engine, ask(engine, params))
+
+    return {repr(params): alone(params) for params in (GREEDY, WARM)}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3), ("model", 1), ("model", 4)])
+def test_replayed_steps_write_what_plain_decoding_writes(pair, plain, params, drafter, k) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=k)
+    assert engine.replay is not None
+    assert finish(engine, ask(engine, params)) == plain[repr(params)]
+    assert engine.meter.steps > 5
+    if drafter == "model" and k == 4:
+        assert engine.meter.acceptance > 0.9, "a model drafts for itself: nearly everything must be accepted"
+
+
+def test_replay_is_really_used(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=4)
+    flights = 0
+    launch = engine.replay.launch
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal flights
+        flights += 1
+        return launch(*args, **kwargs)
+
+    engine.replay.launch = counted
+    finish(engine, ask(engine, GREEDY))
+    assert flights >= engine.meter.steps // 2
+
+
+def test_scarce_pages_preempt_and_change_nothing(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    per_token = sum(2 * 4 * layer.kv_heads * layer.head_dim for model in pair for layer in model.layers)
+    engine = build(pair, "model", k=4, page=8, memory=per_token * 8 * 14)
+    assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
+    assert engine.scheduler.preemptions > 0
+
+
+def test_joining_aborting_and_own_lengths(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=4, chunk=16)
+    wanted = plain[repr(GREEDY)]
+    first = [engine.add(Request(tuple(PROMPTS[n]), GREEDY, seed=n, k=n)) for n in (0, 2)]
+    doomed = engine.add(Request((1, 2, 3), GREEDY))
+    for _ in range(4):
+        engine.step()
+    engine.abort(doomed)
+    late = [engine.add(Request(tuple(PROMPTS[n]), GREEDY, seed=n)) for n in (1, 3, 4)]
+    finish(engine, [])
+    assert [seq.output for seq in (*first, *late)] == [wanted[n] for n in (0, 2, 1, 3, 4)]
+
+
+def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, None, k=0)
+    seqs = ask(engine, GREEDY)
+    for _ in range(3):
+        engine.step()
+    forward, calls = pair[0].forward, 0
+
+    def broken(packed, cache):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        logits = forward(packed, cache)
+        if calls == 2:
+            logits[0] = torch.nan
+        return logits
+
+    pair[0].forward = broken  # type: ignore[method-assign]
+    try:
+        finish(engine, seqs)
+    finally:
+        del pair[0].forward
+    ends = [seq.finished for seq in seqs]
+    assert ends.count("error") == 1
+    for seq, text in zip(seqs, plain[repr(GREEDY)], strict=True):
+        assert seq.output == text[: len(seq.output)]
+        assert seq.finished == "error" or seq.output == text
+
+
+def test_an_exception_in_the_air_costs_time_and_no_text(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=2)
+    seqs = ask(engine, WARM)
+    for _ in range(3):
+        engine.step()
+    land = engine.replay.land
+    engine.replay.land = lambda flight: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.replay.land = land
+    assert finish(engine, seqs) == plain[repr(WARM)]
+
+
+def test_smaller_graphs_are_made_while_others_fly(pair) -> None:  # type: ignore[no-untyped-def]
+    """As sequences end one by one, smaller batches are rehearsed; those still flying must not notice."""
+
+    def run(**options: object) -> list[list[int]]:
+        engine = build(pair, None, **options)
+        each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (21, 5, 9, 13)]
+        return finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
+
+    assert run(k=0) == run(k=0, max_batch=1, graphs=False)
