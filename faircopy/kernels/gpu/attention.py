@@ -94,7 +94,7 @@ def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
 
 def block_length(dim: int) -> int:
     """Keys per block: part of the numbers' definition, so it depends on the head alone."""
-    return 64 if dim <= 128 else 32
+    return 128 if dim <= 128 else 64
 
 
 @triton.jit
@@ -121,25 +121,27 @@ def _block(
     page = tl.load(table + index // PAGE, mask=at <= last, other=0).to(tl.int64)
     slot = page * PAGE + index % PAGE
     where = (slot[:, None] * KV + head) * D + dims[None, :]
-    inside = (at[:, None] <= last) & (dims[None, :] < D)
+    inside = tl.broadcast_to(at[:, None] <= last, (BN, dims.shape[0]))
+    if D != dims.shape[0]:
+        inside &= dims[None, :] < D
     precision: tl.constexpr = "ieee" if PRECISE else "tf32"
     key = tl.load(keys + where, mask=inside, other=0.0)
-    scores = tl.dot(query, key.T, input_precision=precision) * scale
+    value = tl.load(values + where, mask=inside, other=0.0)
+    # keys stand in the rows of the products: there are always enough of them to fill the widest instructions
+    scores = tl.dot(key, query.T, input_precision=precision) * scale
     if CAPPED:
         turned = 1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0)
         scores = cap * turned * 1.4426950408889634
-    visible = at[None, :] <= position[:, None]
+    visible = at[:, None] <= position[None, :]
     if WINDOWED:
-        visible &= at[None, :] > position[:, None] - window
+        visible &= at[:, None] > position[None, :] - window
     scores = tl.where(visible, scores, float("-inf"))
-    m = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-    value = tl.load(values + where, mask=inside, other=0.0)
-    p = p.to(value.dtype)
+    m = tl.max(scores, 0)
+    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[None, :]).to(value.dtype)
     # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
-    ones = tl.full((BN, 16), 1.0, value.dtype)
-    l = tl.max(tl.dot(p, ones, input_precision=precision), 1)
-    return m, l, tl.dot(p, value, input_precision=precision)
+    ones = tl.full((64, BN), 1.0, value.dtype)
+    l = tl.max(tl.dot(ones, p, input_precision=precision), 0)
+    return m, l, tl.dot(value.T, p, input_precision=precision).T
 
 
 @triton.jit
@@ -151,16 +153,16 @@ def _finish(m, l, acc, sinks, heads, inside, SINKS: tl.constexpr):
     return acc / tl.where(l == 0.0, 1.0, l)[:, None]
 
 
-@triton.jit(do_not_specialize=["window", "width", "blocks"])
+@triton.jit(do_not_specialize=["window", "width", "blocks", "splits", "even"])
 def _attend(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, bases, paths, positions, sinks,
-    scale, cap, window, width, blocks,
+    scale, cap, window, width, blocks, splits, even,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, key head, split). Without splits: all blocks, merged as they come. With splits: every SPLITS-th
+    """Program (tile, key head, split). Without SPLIT: all blocks, merged as they come. With it: every splits-th
     block goes to `parts`, and whoever comes last merges them. A tree's blocks all go there, for another kernel."""
     GROUP: tl.constexpr = HEADS // KV
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -169,7 +171,7 @@ def _attend(
     dims = tl.arange(0, DP)
     begin(PDL)
     if EVEN:
-        row = tl.where(token < EVEN, tile * EVEN + token, -1)
+        row = tl.where(token < even, tile * even + token, -1)
         seq, first, end = tile, 0, END_
     else:
         row = tl.load(rows + tile * Q + token, mask=token < Q, other=-1)
@@ -191,7 +193,7 @@ def _attend(
     inside = live[:, None] & (dims[None, :] < D)
     line = row.to(tl.int64) * HEADS + heads
     query = tl.load(q + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    if SPLITS == 1 and not TREE:
+    if not SPLIT and not TREE:
         m = tl.full((BM,), float("-inf"), tl.float32)
         l = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
@@ -204,7 +206,7 @@ def _attend(
         y = _finish(m, l, acc, sinks, heads, live, SINKS)
         tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
     else:
-        for block in range(first + split, stop, SPLITS):
+        for block in range(first + split, stop, splits):
             m_new, l_new, acc_new = _block(
                 query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
                 KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
@@ -217,7 +219,7 @@ def _attend(
             tl.debug_barrier()
             counter = counters + tile * KV + head
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == tl.minimum(stop - first, SPLITS) - 1:
+            if arrived == tl.minimum(stop - first, splits) - 1:
                 tl.store(counter, 0)
                 m = tl.full((BM,), float("-inf"), tl.float32)
                 l = tl.zeros((BM,), tl.float32)
@@ -305,8 +307,8 @@ def attend_pages(
     bm = power(height * (heads // kv), 16)
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
-        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks,
-        KV=kv, Q=height, BM=bm, PAGE=plan.page, LAST=PATH, SPLITS=splits, EVEN=plan.even, CAPPED=softcap > 0, TREE=tree,
+        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks, splits, plan.even,
+        KV=kv, Q=1 if plan.even else height, BM=bm, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, CAPPED=softcap > 0, TREE=tree,
         PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
     )  # fmt: skip
     if tree:
