@@ -13,7 +13,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,14 +216,14 @@ def tidy(device: torch.device) -> None:
 
 
 def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str = "own") -> Engine:
+    """Chains may be captured whole on a GPU; trees are grown by the host."""
     tidy(bench.device)
     draft = None if variant is None else drafter_of(bench, variant)
     if isinstance(draft, Head):
         kinds: dict[str, Any] = {"own": type(draft).tree.__get__(draft), "chain": Tree}
         draft.tree = kinds[tree]  # type: ignore[method-assign]
-    config = EngineConfig(
-        k=k, max_batch=batch, memory=bench.args.memory, prefix_reuse=False, chunk=8192, device=str(bench.device)
-    )
+    options = {"memory": bench.args.memory, "device": str(bench.device), "graphs": tree == "chain"}
+    config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
     return build_engine(bench.model(), draft=draft, config=config)
 
 
@@ -263,25 +263,28 @@ def measure_acceptance(bench: Bench, variant: str, prompts: list[list[int]]) -> 
         bench.note(kind="acceptance", variant=variant, tree=tree, nodes=k, extra=round(per_step - 1, 4))
 
 
-def speeds(bench: Bench) -> Iterator[tuple[str | None, int, str]]:
-    """What is timed: plain, everything with four nodes, and the papers' large trees."""
-    yield None, 0, "plain"
-    for variant in MAIN:
-        yield variant, SMALL, f"{variant}, 4 nodes"
-    for variant in ("medusa", "eagle3"):
-        yield variant, OWN[variant], f"{variant}, {OWN[variant]} nodes"
+def speeds() -> list[tuple[str | None, int, str]]:
+    """What is timed: plain, chains of four, and trees, small and as large as in the papers."""
+    chains: list[tuple[str | None, int, str]] = [(variant, CHAIN, "chain") for variant in MAIN]
+    trees = [("clover", SMALL), ("medusa", SMALL), ("medusa", OWN["medusa"]), ("eagle3", OWN["eagle3"])]
+    return [(None, 0, "chain"), *chains, *((variant, k, "own") for variant, k in trees)]
+
+
+def name_of(variant: str | None, k: int, tree: str) -> str:
+    return "plain" if variant is None else f"{variant}, {'chain' if tree == 'chain' else 'tree'} of {k}"
 
 
 def measure_speed(bench: Bench, prompts: list[list[int]]) -> None:
     for batch in bench.args.batches:
-        for variant, k, name in speeds(bench):
+        for variant, k, tree in speeds():
+            name = name_of(variant, k, tree)
             if variant is not None and not (bench.work / variant / "config.json").exists():
                 continue
             if bench.known(target=bench.name, kind="speed", variant=name, batch=batch):
                 continue
             if bench.left() < 0:
                 return
-            engine = engine_for(bench, variant, k, batch)
+            engine = engine_for(bench, variant, k, batch, tree)
             decode(engine, cycle(prompts, batch), 8)  # warm
             rate, per_step = decode(engine, cycle(prompts, batch), bench.args.new)
             bench.note(kind="speed", variant=name, batch=batch, rate=round(rate, 1), per_step=round(per_step, 3))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.device_check import QWEN3_06B, QWEN3_8B
-from benchmarks.heads import MAIN, OWN, SMALL, cycle, decode, tidy
+from benchmarks.heads import cycle, decode, name_of, speeds, tidy
 from benchmarks.record import write
 from faircopy.bench.inflate import inflated_model
 from faircopy.config import EngineConfig
@@ -113,21 +113,16 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(args.shape) if args.shape else QWEN3_8B
 
 
-def measure(args: argparse.Namespace, name: str, target: Model, draft: Any, k: int, rows: list[dict[str, Any]]) -> None:
+def measure(
+    args: argparse.Namespace, name: str, target: Model, draft: Any, k: int, graphs: bool, rows: list[dict[str, Any]]
+) -> None:
     prompts = torch.load(args.work / "own.pt", weights_only=True)["prompts"]
     for batch in args.batches:
         if time.time() > args.deadline:
             return
         tidy(target.device)
-        config = EngineConfig(
-            k=k,
-            max_batch=batch,
-            memory=args.memory,
-            prefix_reuse=False,
-            chunk=8192,
-            device=args.device,
-            exact=args.exact,
-        )
+        options = {"memory": args.memory, "device": args.device, "exact": args.exact, "graphs": graphs}
+        config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
         engine = build_engine(target, draft=draft, config=config)
         decode(engine, cycle(prompts, batch), 8)  # warm
         rate, per_step = decode(engine, cycle(prompts, batch), args.new)
@@ -160,11 +155,13 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     small = load_model(args.target, kind, device)
     target = inflated_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
-    measure(args, "plain", target, None, 0, rows)
-    runs = [(variant, SMALL) for variant in MAIN] + [(variant, OWN[variant]) for variant in ("medusa", "eagle3")]
-    for variant, k in runs:
-        if (args.work / variant / "config.json").exists() and time.time() < args.deadline:
-            measure(args, f"{variant}, {k} nodes", target, drafter(args, variant, small, target), k, rows)
+    for variant, k, tree in speeds():
+        if time.time() > args.deadline or (variant and not (args.work / variant / "config.json").exists()):
+            continue
+        draft = None if variant is None else drafter(args, variant, small, target)
+        if tree == "chain" and isinstance(draft, Head):
+            draft.tree = Tree  # type: ignore[method-assign, assignment]
+        measure(args, name_of(variant, k, tree), target, draft, k, tree == "chain", rows)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def build_engine(
     scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, chunk)
     sampled = config.verifier == "rejection"
     if isinstance(draft, Head):
-        drafter = HeadDrafter(draft, _layout(draft, tables, config, suite), chunk, sampled)
+        drafter = HeadDrafter(draft, _layout(draft, tables, config, suite), chunk, sampled, config.max_batch)
     elif draft is not None:
         drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()

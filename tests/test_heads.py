@@ -387,3 +387,40 @@ def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Te
     tables.open(seq)
     tables.reserve(seq, 5)
     return runner.forward(Batch([seq], [5], [0]), Draft.empty(1)).states
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str], method: str) -> None:
+    """Captured steps, on a CPU by the kernels' twins: the host sees no states, and every chain is the head's own."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    head = head_for(folder, own, method)
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=3, max_batch=4), suite=TWINS)
+    assert engine.replay is not None
+    land, compared = engine.replay.land, 0
+
+    def watched(flight: Any) -> Any:
+        nonlocal compared
+        batch, draft, verdict = land(flight)
+        for i, seq in enumerate(batch.seqs):
+            compared += check_from_scratch(own, head, list(seq.tokens), draft, i)
+        return batch, draft, verdict
+
+    engine.replay.land = watched  # type: ignore[method-assign]
+    prompts = random_prompts(4, model.vocab, seed=5)
+    seqs = run(engine, [Request(tuple(p), SamplingParams(max_tokens=12 + 3 * n)) for n, p in enumerate(prompts)])
+    assert compared > 60
+    expected = references(own, prompts, [SamplingParams(max_tokens=12 + 3 * n) for n in range(4)], [0] * 4)
+    assert [seq.output for seq in seqs] == [e.tokens for e in expected]
+    late = engine.add(Request((5, 6, 7), SamplingParams(max_tokens=12)))
+    engine.add(Request((5, 6, 8), SamplingParams(max_tokens=12), 0, 0))
+    for n in range(3):
+        engine.step()
+        engine.add(Request((8, n), SAMPLED, n))  # each arrival brings the batch down and up again
+    while engine.busy:
+        engine.step()
+    assert late.output == references(own, [[5, 6, 7]], [SamplingParams(max_tokens=12)], [0])[0].tokens

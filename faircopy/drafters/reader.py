@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.drafters.aloft import Aloft
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.trees import OFFERED, Offer, Tree
 from faircopy.layout.base import Packed
@@ -26,8 +29,9 @@ class HeadDrafter:
     reused prefix) are read as zeros.
     """
 
-    def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
+    def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False, seats: int = 0) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
+        self._aloft = Aloft(head, layout, self._rows, seats)
         self.wants = head.wants
         self._known: dict[Sequence, _States] = {}
 
@@ -68,6 +72,41 @@ class HeadDrafter:
     def forget(self, seq: Sequence) -> None:
         self._known.pop(seq, None)
         self._layout.forget(seq)
+
+    @property
+    def longest(self) -> int:
+        """How long a chain it can guess without the host."""
+        return self._head.levels
+
+    def plan_fill(self, space: Any) -> Callable[[], None]:
+        return self._aloft.plan_fill(space)
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether what it has not read fits a seat, with known states; who wants no drafts may fly too."""
+        if seq.request.k == 0:
+            return True
+        known, unread = self._known.get(seq), len(seq.tokens) - self._layout.cached(seq)
+        return known is not None and known.end == len(seq.tokens) - 1 and unread <= self._head.levels + 1
+
+    def board(self, seats: dict[Sequence, int]) -> None:
+        """Hand over what the head has not read, and the states for it."""
+        unknown = self._head._like().new_zeros(1, self._head.width)
+        for seq, seat in seats.items():
+            known, end = self._known.get(seq, _States()), len(seq.tokens)
+            read = end - 1 if seq.request.k == 0 else self._layout.cached(seq)
+            self._aloft.board(seat, read, torch.cat(known.take(read - 1, end - 1, unknown)))
+
+    def keep(self, space: Any, states: dict[int, Tensor]) -> None:
+        self._aloft.keep(space, states)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return [self._aloft.read, self._aloft.states]
+
+    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
+        """The head has read what there was at launch; states of what came after stay on the device."""
+        self._known.pop(seq, None)
+        self._layout.settle(seq, length)
 
     def _readable(self, batch: Batch) -> Batch:
         """Sequences with states to read, if they are to guess now or much is waiting."""
