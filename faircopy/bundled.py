@@ -31,6 +31,12 @@ def draft() -> str:
     return str(folder() / "draft")
 
 
+def named(draft: str | None) -> str:
+    """A draft by its name on the command line: "draft" (if none is given) or "clover" for ours, else what was given."""
+    ours = {place.parent.name for place in folder().glob("*/config.json")} - {"target"}
+    return str(folder() / (draft or "draft")) if draft is None or draft in ours else draft
+
+
 def prompts() -> list[str]:
     """Beginnings of stories that neither model was trained on."""
     return [json.loads(line)["prompt"] for line in (folder() / "prompts.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ app.add_typer(bench, name="bench")
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Folder or hub id of a draft model, 'ngram' or 'none'; the bundled target has its own."),
+    typer.Option(help="Folder or hub id of a draft model or head, 'ngram' or 'none'; the bundled target has its own."),
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
@@ -122,7 +122,7 @@ def demo(
     from faircopy.terminal.demo import demo as run
 
     console = Console()
-    exact = run(target or bundled.target(), draft or bundled.draft(), choose_prompts(), k, max_tokens, console)
+    exact = run(target or bundled.target(), bundled.named(draft), choose_prompts(), k, max_tokens, console)
     raise typer.Exit(0 if exact else 1)
 
 
@@ -174,7 +174,7 @@ def audit(
 
             report = audit_models(
                 target or bundled.target(),
-                draft or ([bundled.draft(), "ngram"] if target is None else ["ngram"]),
+                _audited_drafts(draft, own=target is None),
                 asked,
                 SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
                 batches=tuple(batch or (1, 4, 8)),
@@ -193,6 +193,52 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
+@app.command()
+@stoppable
+def train(
+    what: Annotated[str, typer.Argument(help="'head' or 'draft'.")],
+    data: Annotated[list[Path], typer.Option(help="Text (.txt) or .jsonl with text, or prompts to answer.")],
+    out: Annotated[Path, typer.Option(help="Folder for the result; a run begun there goes on.")],
+    more: Annotated[list[Path] | None, typer.Argument(help="More files of data.")] = None,
+    target: Target = None,
+    method: Annotated[str, typer.Option(help="Of a head: medusa, clover, clover2 or eagle3.")] = "clover",
+    levels: Annotated[
+        int | None, typer.Option(help="Of a head: tokens guessed ahead, if not the method's own.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="Of a draft model: its width.")] = 128,
+    layers: Annotated[int, typer.Option(help="Of a draft model: its layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Of a draft model: its attention heads.")] = 4,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Texts per batch.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per text.")] = 256,
+    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate: 0.001 for a head, 0.003 for a draft.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed, the same weights.")] = 0,
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")] = "auto",
+    device: Device = "auto",
+    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")] = 256,
+    temperature: Temperature = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")] = False,
+) -> None:
+    """Train a draft head or a small draft model for a target of yours."""
+    from faircopy.terminal.train import show
+    from faircopy.train.corpus import Answering
+    from faircopy.train.runs import Plan, train_draft, train_head
+
+    if what not in ("head", "draft"):
+        raise ConfigError("train", what, "unknown", "use 'head' or 'draft'")
+    rate = lr or (1e-3 if what == "head" else 3e-3)
+    answering = Answering(answer_tokens, temperature, seed, chat)
+    plan = Plan(
+        target or bundled.target(), [*data, *(more or [])], out, steps, rows=rows, length=length,
+        accumulate=accumulate, lr=rate, seed=seed, precision=precision, device=device, answering=answering,
+    )  # fmt: skip
+    learned = train_head(plan, method, levels) if what == "head" else train_draft(plan, hidden, layers, heads)
+    show(learned, plan.target, Console())
+
+
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:
     """The user's prompts, all of them unless limited; the bundled ones where nothing is the user's own."""
     from faircopy.terminal.prompts import read_prompts
@@ -205,11 +251,17 @@ def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, li
     return asked[:limit]
 
 
+def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
+    if not own:
+        return drafts or ["ngram"]
+    return [bundled.named(draft) for draft in drafts] if drafts else [bundled.draft(), "ngram"]
+
+
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
     from faircopy.llm import LLM
 
-    if draft is None and target is None:
-        draft = bundled.draft()
+    if target is None:
+        draft = bundled.named(draft)
     return LLM(target or bundled.target(), draft=None if draft in (None, "none") else draft, k=k, **options)
 
 

@@ -140,7 +140,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 # vLLM's words for what we call draft, k and lookup lengths.
-_SPECULATIVE_METHODS = {"draft_model", "ngram"}
+_SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3"}
 _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 
 
@@ -151,8 +151,8 @@ def from_speculative(config: dict[str, Any]) -> tuple[Any, dict[str, int]]:
     if method not in _SPECULATIVE_METHODS:
         known = ", ".join(sorted(_SPECULATIVE_METHODS))
         raise ConfigError("speculative_config.method", method, "unknown", f"use one of {known}")
-    if method == "draft_model" and "model" not in config:
-        raise ConfigError("speculative_config.model", None, "missing", "name the draft model")
+    if method != "ngram" and "model" not in config:
+        raise ConfigError("speculative_config.model", None, "missing", "name the draft model or the head's folder")
     names = {"num_speculative_tokens": "k", "prompt_lookup_min": "lookup_min", "prompt_lookup_max": "lookup_max"}
     options = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
     return ("ngram" if method == "ngram" else config["model"]), options

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
+from faircopy.drafters.reader import HeadDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
-from faircopy.layout.base import LayerShape, cache_dtype
+from faircopy.layout.base import LayerShape, Layout, cache_dtype
+from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.meter import Meter
@@ -184,33 +188,43 @@ def build_engine(
     target: Model,
     drafter: Drafter | None = None,
     *,
-    draft: Model | None = None,
+    draft: Model | Head | None = None,
     config: EngineConfig | None = None,
     eos: frozenset[int] = frozenset(),
     wish: Wish | None = None,
     suite: Suite | None = None,
 ) -> Engine:
-    """Put the parts together: one pool and one set of tables under the target and, if there is one, the draft model.
+    """Put the parts together: one pool and one set of tables under the target and its draft model or head, if any.
 
     suite: kernels to run with instead of the device's own.
     """
     config = config or EngineConfig()
-    models = [target] if draft is None else [target, draft]
+    models: list[Model | Head] = [target] if draft is None else [target, draft]
     strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
     tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
-    runners = [Runner(model, strategy.layout(tables, model, config, model is not target, suite)) for model in models]
-    runner = runners[0]
+    layouts = [strategy.layout(tables, model, config, model is not target, suite) for model in models]
+    runner = Runner(target, layouts[0])
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), chunk)
     sampled = config.verifier == "rejection"
-    if draft is not None:
-        drafter = ModelDrafter(runners[1], target.vocab, chunk, sampled)
+    if isinstance(draft, Head):
+        drafter = HeadDrafter(draft, _pages(layouts[1], config), chunk, sampled, config.max_batch)
+    elif draft is not None:
+        drafter = ModelDrafter(Runner(draft, layouts[1]), target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()
+    runner.wants = getattr(drafter, "wants", ())
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     replay = None if sampled or not config.graphs else build_replay(runner, drafter, tables, config)
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     engine = Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
-    engine.layouts = [runner.layout for runner in runners]
+    engine.layouts = layouts
     return engine
+
+
+def _pages(layout: Layout, config: EngineConfig) -> PagedLayout:
+    """A head reads rows where they lie in pages; a rectangle's padding has no states to read."""
+    if not isinstance(layout, PagedLayout):
+        raise ConfigError("strategy", config.strategy, "a draft head needs pages", "use strategy='ragged'")
+    return layout
 
 
 def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: EngineConfig) -> Replay | None:
@@ -226,17 +240,18 @@ def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: Engin
     return Replay(target, drafter, tables, config.max_batch)
 
 
-def page_count(models: list[Model], config: EngineConfig, most: int) -> int:
+def page_count(models: Seq[Model | Head], config: EngineConfig, most: int) -> int:
     """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
     device = models[0].device
     measured = config.memory is None and device.type == "cuda"
-    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in models) if measured else 0
+    whole = [model for model in models if not isinstance(model, Head)] if measured else []
+    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole)
     pages = min(config.cache_bytes(device, passes) // max(1, per_page), -(-most // config.page))
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages
 
 
-def _bytes(layer: LayerShape, model: Model) -> int:
+def _bytes(layer: LayerShape, model: Model | Head) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize

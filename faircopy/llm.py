@@ -17,9 +17,12 @@ from tqdm import tqdm
 from faircopy import rng
 from faircopy.config import EngineConfig, from_speculative, refuse_unknown
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine, build_engine, check_request
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
+from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_model, load_tokenizer, same_words
 from faircopy.model.selftest import self_test
@@ -91,7 +94,8 @@ class Answer:
 class LLM:
     """A target model, an optional drafter, and the engine that runs them. One thread at a time.
 
-    target: a checkpoint folder, a hub id, or a Model. draft: the same, "ngram", a Drafter of your own, or None.
+    target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a head trained for
+    this target, "ngram", a Drafter of your own, or None.
     Options are the fields of EngineConfig: dtype, device, strategy, max_batch, memory, exact, verifier, chunk, page,
     prefix_reuse, lookup_min, lookup_max, refill, pool_window, pool_sort. speculative_config takes vLLM's keys instead
     of draft and k.
@@ -100,7 +104,7 @@ class LLM:
     def __init__(
         self,
         target: str | os.PathLike[str] | Model,
-        draft: str | os.PathLike[str] | Model | Drafter | None = None,
+        draft: str | os.PathLike[str] | Model | Head | Drafter | None = None,
         k: int = 4,
         *,
         speculative_config: dict[str, Any] | None = None,
@@ -226,13 +230,15 @@ class LLM:
             raise ConfigError(name, model, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
         return model  # type: ignore[no-any-return]
 
-    def _draft(self, draft: str | os.PathLike[str] | Model | Drafter | None) -> tuple[Drafter | None, Model | None]:
-        """The drafter, or the model to draft with."""
+    def _draft(self, draft: Any) -> tuple[Drafter | None, Model | Head | None]:
+        """The drafter, or the model or head to draft with."""
         draft = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
         if draft is None or isinstance(draft, Drafter):
             return draft, None
         if draft == "ngram":
             return NgramDrafter(self.config.lookup_min, self.config.lookup_max), None
+        if isinstance(draft, str) and is_head(draft):
+            return None, load_head(draft, self.model)
         model = self._load("draft", draft)
         theirs = load_tokenizer(draft) if isinstance(draft, str) else self.tokenizer
         difference = same_words(self.tokenizer, theirs, (self.model.vocab, model.vocab))

@@ -22,6 +22,7 @@ from faircopy.kernels.gpu.suite import Suite
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.tables import Tables
+from faircopy.model.base import Taps
 from faircopy.model.runner import Runner
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
 from faircopy.verify.base import numerics_error
@@ -51,12 +52,12 @@ class Space:
     def verify_rows(self, layout: PagedLayout, context: int) -> Packed:
         """The last token and all nodes of every slot."""
         feed, width = self.feed, self.k + 1
-        return self._packed(layout, context, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+        return self.pack_rows(layout, context, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
 
     def catch_up_rows(self, layout: PagedLayout, context: int) -> Packed:
         """The last two tokens of every slot: what a draft model may not have read yet. Logits of the second."""
         ids, positions, slots = (line.view(-1) for line in self.feed.before)
-        packed = self._packed(layout, context, 2, ids, positions, slots)
+        packed = self.pack_rows(layout, context, 2, ids, positions, slots)
         object.__setattr__(packed, "wanted", torch.arange(1, 2 * self.size, 2, device=ids.device))
         return packed
 
@@ -64,11 +65,12 @@ class Space:
         """One node of every slot."""
         feed = self.feed
         positions, slots = feed.columns[0, node + 1], feed.columns[1, node + 1]
-        return self._packed(layout, context, 1, feed.ids[:, node + 1], positions, slots)
+        return self.pack_rows(layout, context, 1, feed.ids[:, node + 1], positions, slots)
 
-    def _packed(
+    def pack_rows(
         self, layout: PagedLayout, context: int, rows: int, ids: Tensor, positions: Tensor, slots: Tensor
     ) -> Packed:
+        """So many rows of every slot, wherever those tensors say."""
         size, tables = self.size, self.slots.control[:, step.PAGES :]
         plans = {
             (shape.window, shape.group): even_plan(size, rows, tables, self.page, context, shape.head_dim)
@@ -91,6 +93,24 @@ class Fills(Protocol):
 
     def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """So many of k nodes were accepted behind so many tokens."""
+
+
+@runtime_checkable
+class Listens(Protocol):
+    """A drafter that reads the target's states, aboard too."""
+
+    wants: tuple[int, ...]
+    longest: int  # nodes it can fill
+
+    def board(self, seats: dict[Sequence, int]) -> None:
+        """These sequences sit there now."""
+
+    def keep(self, space: Space, states: dict[int, Tensor]) -> None:
+        """The target's states of all rows of a step, before anything is accepted; captured."""
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What a rehearsal must leave as it was."""
 
 
 @dataclass(slots=True)
@@ -133,8 +153,11 @@ class Replay:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch is in its steady state: one token to feed each, chains to guess, tokens to choose."""
-        return len(batch) <= self._buckets[-1] and all(
-            self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs)
+        longest = self._drafter.longest if isinstance(self._drafter, Listens) else max(batch.room)
+        return (
+            len(batch) <= self._buckets[-1]
+            and max(batch.room) <= longest
+            and all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
         )
 
     def launch(self, seqs: list[Sequence], widths: list[int], after: Flight | None = None) -> Flight:
@@ -146,6 +169,8 @@ class Replay:
         self._write_control(space, seats, widths, fresh=after is None)
         if after is None:
             self._write_history(seats)
+            if isinstance(self._drafter, Listens):
+                self._drafter.board(seats)
         run()
         report = self._report(space)
         report.copy_(space.out, non_blocking=True)
@@ -213,22 +238,32 @@ class Replay:
 
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
-        suite, feed, slots, model = space.suite, space.feed, space.slots, self._target.model
+        suite, feed, slots = space.suite, space.feed, space.slots
         packed = space.verify_rows(self._layout, self._context)
         fill = self._drafter.plan_fill(space) if space.k else lambda: None
 
         def run() -> None:
             suite.prepare(slots, feed, space.page, space.trash)
             fill()
-            logits = model.forward(packed, self._layout)
+            logits = self._listen(space, packed)
             chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
             suite.accept(slots, feed, chosen, space.out)
 
         return torch.no_grad()(run)
 
+    def _listen(self, space: Space, packed: Packed) -> Tensor:
+        """The target's pass, overheard by a drafter that wants to."""
+        if not isinstance(self._drafter, Listens):
+            return self._target.model.forward(packed, self._layout)
+        taps = Taps(self._drafter.wants)
+        logits = self._target.model.forward(packed, self._layout, taps)
+        self._drafter.keep(space, taps.states)
+        return logits
+
     def _rehearse(self, space: Space, run: Callable[[], None]) -> None:
         """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
-        state = (space.slots.control, space.slots.lengths, space.slots.history)
+        state = [space.slots.control, space.slots.lengths, space.slots.history]
+        state += self._drafter.kept if isinstance(self._drafter, Listens) else []
         saved = [tensor.clone() for tensor in state]
         self._write_control(space, {}, [], fresh=True)
         run()

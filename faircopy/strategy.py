@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from faircopy.config import EngineConfig
+from faircopy.drafters.heads import Head
 from faircopy.layout.base import Layout
 from faircopy.layout.dense import AlignedLayout, DenseLayout, RowTables, SharedLayout
 from faircopy.layout.paged import PagedLayout
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
 
 # For a model, or for a draft model; with kernels of one's own instead of the device's, where a layout has kernels.
-MakeLayout = Callable[[Tables, Model, EngineConfig, bool, "Suite | None"], Layout]
+MakeLayout = Callable[[Tables, Model | Head, EngineConfig, bool, "Suite | None"], Layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class Strategy:
         return FirstCome(config.max_batch) if refills else WholeBatches(config.max_batch)
 
 
-def _paged(tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
+def _paged(tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
     return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite)
 
 
 def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
-    def make(tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
+    def make(tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
         assert isinstance(tables, RowTables)
         return kind(tables, model.layers, model.dtype, model.device, packs)
 
@@ -61,7 +62,7 @@ def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
 
 
 def _aligned(
-    tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
+    tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
 ) -> Layout:
     """In EQSPEC only the draft skips sequences that are done before their batch is."""
     assert isinstance(tables, RowTables)

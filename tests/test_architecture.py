@@ -19,8 +19,8 @@ LEVELS: list[set[str]] = [
     {"scheduler", "policy", "drafters", "verify", "plan"},
     {"replay", "strategy"},
     {"engine"},
-    {"llm", "testing", "train", "bundled"},
-    {"audit", "bench"},
+    {"llm", "testing", "bundled"},
+    {"audit", "bench", "train"},
     {"terminal"},
     {"cli"},
 ]

@@ -113,7 +113,7 @@ def test_version_and_help(call) -> None:  # type: ignore[no-untyped-def]
     assert call("--version")[:2] == (0, "0.1.0\n")
     code, out, _ = call("--help")
     assert code == 0
-    for command in ("generate", "chat", "demo", "audit"):
+    for command in ("generate", "chat", "demo", "audit", "train"):
         assert command in out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -142,7 +143,9 @@ def speculative_law(
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "picked"])
 @pytest.mark.parametrize(
-    "parents", [[-1], [-1, 0], [-1, -1], [-1, 0, 0], [-1, -1, 0, 1]], ids=["one", "chain", "pair", "fork", "tree"]
+    "parents",
+    [[-1], [-1, 0], [-1, -1], [-1, 0, 0], [-1, -1, 0, 1], [-1, 0, -1, 0, 2]],
+    ids=["one", "chain", "pair", "fork", "tree", "mixed order"],
 )
 def test_rejection_keeps_the_targets_law_exactly(parents: list[int], drawn: bool) -> None:
     for seed in range(3):
@@ -150,6 +153,17 @@ def test_rejection_keeps_the_targets_law_exactly(parents: list[int], drawn: bool
         target, draft = distributions(vocab, seed), distributions(vocab, seed + 100)
         got = speculative_law(target, draft, parents, drawn, length)
         want = law_of(target, length, vocab)
+        assert {t: p for t, p in got.items() if p} == {t: p for t, p in want.items() if p}
+
+
+@pytest.mark.parametrize("nodes", [9, 20, 64])
+def test_rejection_keeps_the_law_on_large_trees(nodes: int) -> None:
+    """Random shapes, nodes picked; siblings may repeat a token, which then has probability zero left."""
+    source = random.Random(nodes)
+    for seed in range(2):
+        parents = [source.randrange(-1, node) for node in range(nodes)]
+        target, draft = distributions(3, seed), distributions(3, seed + 100)
+        got, want = speculative_law(target, draft, parents, False, 3), law_of(target, 3, 3)
         assert {t: p for t, p in got.items() if p} == {t: p for t, p in want.items() if p}
 
 

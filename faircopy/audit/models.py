@@ -16,15 +16,18 @@ from faircopy.audit.margin import first_difference, margin_at
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, ending, versions
 from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.heads import Head
 from faircopy.errors import ConfigError
 from faircopy.layout.base import cache_dtype
 from faircopy.llm import LLM, Answer, Completion, Prompt
+from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model, load_tokenizer, same_words
 from faircopy.model.selftest import self_test
 from faircopy.types import SamplingParams
 
-Draft = str | os.PathLike[str] | Model | Drafter  # a path, "ngram", "none", or the thing itself
+Draft = str | os.PathLike[str] | Model | Head | Drafter  # a path, "ngram", "none", or the thing itself
 Progress = Callable[[int, int, str], None]  # runs done, runs in all, the run that begins
 _PAGE = 4  # tokens per page of the starved run: small pages run out often
 _SLACK = 8  # a text that fails to stop must have room to show it
@@ -67,7 +70,7 @@ class _Plan:
     """The circumstances of one run."""
 
     drafter: str
-    draft: Model | Drafter | str | None
+    draft: Model | Head | Drafter | str | None
     batch: int
     k: int
     starved: bool = False  # so little memory that sequences must be preempted
@@ -78,7 +81,7 @@ class _Plan:
 
 
 def _plans(
-    drafts: list[tuple[str, Model | Drafter | str | None]], batches: Seq[int], ks: Seq[int], preemption: bool
+    drafts: list[tuple[str, Model | Head | Drafter | str | None]], batches: Seq[int], ks: Seq[int], preemption: bool
 ) -> list[_Plan]:
     """Every drafter at every batch size and k; preemption once, where most is at stake."""
     plans = [
@@ -220,13 +223,15 @@ def _preempted(count: int) -> str:
     return "preemption not reached: the texts are too short"
 
 
-def _load_draft(llm: LLM, draft: Draft) -> tuple[str, Model | Drafter | str | None]:
+def _load_draft(llm: LLM, draft: Draft) -> tuple[str, Model | Head | Drafter | str | None]:
     """The draft's name, and what LLM takes for it; a path is loaded once for all runs."""
     path = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
     if not isinstance(path, str):
         return str(getattr(path, "name", type(path).__name__)), path
     if path in ("ngram", "none"):
         return path, path if path == "ngram" else None
+    if is_head(path):
+        return path, load_head(path, llm.model)
     config = llm.config
     model = load_model(path, config.torch_dtype(), config.torch_device(), config.exact)
     self_test(model, config.exact)

@@ -11,7 +11,10 @@ from faircopy.types import Batch, Draft, Sequence, Verdict
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses what the target will say. May be wrong, may be late, can never change the output."""
+    """Guesses what the target will say. May be wrong, may be late, can never change the output.
+
+    One with a `wants` names hidden states of the target (see model.base.Taps) and finds them in `result.states`.
+    """
 
     def propose(self, batch: Batch) -> Draft:
         """At most batch.room[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
@@ -25,6 +28,8 @@ class Drafter(Protocol):
 
 class NoDrafter:
     """Plain decoding."""
+
+    wants: tuple[int, ...] = ()
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.empty(len(batch))

@@ -57,8 +57,8 @@ class PagedLayout:
             self._cached[seq] = self._known_prefix(seq)
         return self._cached[seq]
 
-    def pack(self, batch: Batch, draft: Draft, done: int = 0) -> Packed:
-        """Uncached tokens, then the draft nodes from `done` on, of each sequence."""
+    def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> Packed:
+        """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence."""
         ids: list[int] = []
         positions: list[Ints] = []
         slots: list[Ints] = []
@@ -70,7 +70,8 @@ class PagedLayout:
         rows: list[range] = []
         for i, seq in enumerate(batch.seqs):
             start, upto = self.cached(seq), batch.upto[i]
-            live = range(min(done, len(draft.tokens[i])), len(draft.tokens[i])) if batch.complete(i) else range(0)
+            first_node = min(done if isinstance(done, int) else done[i], len(draft.tokens[i]))
+            live = range(first_node, len(draft.tokens[i])) if batch.complete(i) else range(0)
             depths = _depths(draft.parents[i])
             end = upto + live.stop
             where = np.concatenate([np.arange(start, upto), upto - 1 + depths[live.start : live.stop]])
@@ -182,6 +183,8 @@ class PagedLayout:
     def _page_plans(self, lanes: list[PageLane], batch: Batch) -> dict[tuple[int, int], Any]:
         from faircopy.kernels.gpu.attention import block_length, plan_pages
 
+        if not self.layers:  # some draft heads only read
+            return {}
         tables = [self.tables.table(seq) for seq in batch.seqs]
         grid = np.full((len(tables), max(map(len, tables))), self.trash // self.tables.page, np.int32)
         for row, table in zip(grid, tables, strict=True):

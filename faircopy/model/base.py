@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from faircopy.layout.base import Cache, LayerShape, Packed
+
+FINAL = -1  # the normalised state that a model's head reads
+
+
+class Taps:
+    """Keeps the hidden states somebody wants of a pass, a row per token: n is what enters layer n, or leaves the last.
+
+    It keeps references: whoever goes on to write into a state hands over a copy.
+    """
+
+    def __init__(self, wants: tuple[int, ...]) -> None:
+        self.wants = wants
+        self.states: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, x: Tensor, copy: bool = False) -> None:
+        if layer in self.wants:
+            self.states[layer] = x.clone() if copy else x
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a model knows of single tokens: its embedding [V, hidden] and the rows of its head [V, hidden]."""
+
+    embedding: Tensor
+    rows: Tensor
+    bias: Tensor | None = None  # [V]
+    divisor: float = 1.0  # logits are divided by it
 
 
 class Model(Protocol):
@@ -20,5 +48,8 @@ class Model(Protocol):
     device: torch.device
     layers: list[LayerShape]
 
-    def forward(self, packed: Packed, cache: Cache) -> Tensor:
-        """Logits of the wanted rows [R, vocab]."""
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
+        """Logits of the wanted rows [R, vocab]; taps collect hidden states of all rows."""
+
+    def words(self) -> Words:
+        """The weights that heads of their own share with it."""

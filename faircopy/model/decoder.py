@@ -15,6 +15,7 @@ from faircopy.kernels.linear import Product, product
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rope_table, rotate
 from faircopy.layout.base import Cache, LayerShape, Packed
+from faircopy.model.base import FINAL, Taps, Words
 
 Tensors = Callable[[str], Tensor | None]  # name -> tensor of the checkpoint, if it is there
 
@@ -95,17 +96,29 @@ class Decoder:
         self._rope = rope_table(spec.frequencies, context, spec.rope_factor, dtype).to(self.device)
         group = spec.heads // spec.kv_heads
         self.layers = [LayerShape(spec.kv_heads, spec.head_dim, window, group) for window in spec.windows]
+        self._read_again = tensors
         del self._tensors
 
-    def forward(self, packed: Packed, cache: Cache) -> Tensor:
+    def words(self) -> Words:
+        """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""
+        head = self._read_again("lm_head.weight")
+        rows = self._embedding if head is None else head
+        return Words(self._embedding, rows, self._read_again("lm_head.bias"), self.spec.logits_divisor)
+
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         x = self._embedding[packed.ids]
         if self.spec.embedding_multiplier != 1.0:
             x = x * self._multiplier
         angles = self._rope[packed.positions]
         for i, layer in enumerate(self._layers):
+            if taps is not None:
+                taps(i, x)
             x = self._add(x, self._attention(layer, i, x, angles, packed, cache), layer.after_attention)
             x = self._add(x, self._mlp(layer, x), layer.after_mlp)
+        if taps is not None:
+            taps(len(self._layers), x)
+            taps(FINAL, rms_norm(x, self._norm, self.spec.eps))
         logits = self._head(rms_norm(x[packed.wanted], self._norm, self.spec.eps))
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 

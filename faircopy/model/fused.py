@@ -15,6 +15,7 @@ from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.linear import Product
 from faircopy.kernels.norm import rms_norm
 from faircopy.layout.base import Cache, Packed
+from faircopy.model.base import FINAL, Taps
 from faircopy.model.decoder import Decoder, Spec, Tensors, _Layer
 
 
@@ -55,21 +56,23 @@ class Fused(Decoder):
         y = rms_norm(x, layer.before_mlp, self.spec.eps)
         return layer.down(cast(Linear, layer.gate_up).gated(y, self._activation))
 
-    def forward(self, packed: Packed, cache: Cache) -> Tensor:
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         if not isinstance(cache, FusedCache) or cache.suite is None:
-            return super().forward(packed, cache)
-        y = self._states(packed, cache, cache.suite)
+            return super().forward(packed, cache, taps)
+        y = self._states(packed, cache, cache.suite, taps)
         every = packed.wanted.shape[0] == packed.size
         logits = self._head(y if every else y.index_select(0, packed.wanted))
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
-    def _states(self, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
+    def _states(self, packed: Packed, cache: FusedCache, suite: Suite, taps: Taps | None = None) -> Tensor:
         """The last layer's normalised output of every row [T, hidden]."""
         s, layers = self.spec, self._layers
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
         x, y = suite.embed_norm(packed.ids, self._embedding, layers[0].before_attention, self._multiplier_value, s.eps)
         for i, layer in enumerate(layers):
+            if taps is not None:
+                taps(i, x, copy=True)  # the stream is added to in place
             last = i == len(layers) - 1
             out = self._heads(i, y, packed, cache, suite)
             parts = cast(Linear, layer.out).parts(out.view(packed.size, -1))
@@ -86,6 +89,9 @@ class Fused(Decoder):
             after = self._norm if last else layers[i + 1].before_attention
             y = suite.add_norm(x, parts, after, s.eps, layer.after_mlp, s.residual_multiplier)
         cache.watch(healthy)
+        if taps is not None:
+            taps(len(layers), x)
+            taps(FINAL, y)
         return y
 
     def _heads(self, i: int, y: Tensor, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:

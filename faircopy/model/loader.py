@@ -150,6 +150,7 @@ class _Tensors:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._readers: dict[str, Callable[[], Tensor]] = {}
+        self._starts: dict[str, Callable[[], Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self._open(file)
@@ -165,6 +166,13 @@ class _Tensors:
         """A tensor's shape, without reading it."""
         return self._shapes.get(name)
 
+    def names(self) -> list[str]:
+        return list(self._readers)
+
+    def beginning(self, name: str, count: int = 16) -> Tensor:
+        """The first numbers of a tensor, without reading all of it."""
+        return self._starts[name]().flatten()[:count].to(self._dtype)
+
     def _open(self, file: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
@@ -174,12 +182,13 @@ class _Tensors:
             raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
         names = list(handle.keys())
         self._readers |= {name: partial(handle.get_tensor, name) for name in names}
+        self._starts |= {name: partial(_first_row, handle, name) for name in names}
         self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
         state = _from_pretrained(str(folder), folder, self._dtype).state_dict()
-        self._readers = {name: partial(state.__getitem__, name) for name in state}
+        self._readers = self._starts = {name: partial(state.__getitem__, name) for name in state}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _check_index(self, folder: Path) -> None:
@@ -193,13 +202,24 @@ class _Tensors:
                 )
 
 
+def _first_row(handle: Any, name: str) -> Tensor:
+    part: Tensor = (
+        handle.get_slice(name)[:1] if len(handle.get_slice(name).get_shape()) > 1 else handle.get_tensor(name)
+    )
+    return part
+
+
 def _load_universal(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     from faircopy.model.universal import Universal, check_static
 
     config = load_config(folder)
     check_static(name, config, _model_class(name, config))
-    model = _from_pretrained(name, folder, dtype).to(device).eval().requires_grad_(False)
-    return Universal(name, model, exact)
+    return Universal(name, load_stock(name, dtype, device), exact)
+
+
+def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A frozen transformers model, for those who train on what it says."""
+    return _from_pretrained(path, find_checkpoint(path), dtype).to(device).eval().requires_grad_(False)
 
 
 def _model_class(name: str, config: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from faircopy.layout.base import Layout, Packed
-from faircopy.model.base import Model
+from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
 
@@ -19,6 +19,7 @@ class Result:
     packed: Packed
     logits: Tensor  # [R, vocab]
     healthy: Tensor | None = None  # [T] which rows had finite states; None: nobody looked
+    states: dict[int, Tensor] = field(default_factory=dict)  # wanted layer -> [T, hidden], see Taps
 
     def of(self, i: int) -> Tensor:
         """The rows of sequence i: asked-for prompt rows, its last token, its nodes."""
@@ -29,15 +30,16 @@ class Result:
 class Runner:
     """A model and the layout its keys and values lie in."""
 
-    def __init__(self, model: Model, layout: Layout) -> None:
-        self.model, self.layout = model, layout
+    def __init__(self, model: Model, layout: Layout, wants: tuple[int, ...] = ()) -> None:
+        self.model, self.layout, self.wants = model, layout, wants
         self.tokens_fed = 0
 
     @torch.no_grad()
     def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:
         """One packed pass over uncached tokens and the draft nodes from `done` on."""
         packed = self.layout.pack(batch, draft, done)
-        logits = self.model.forward(packed, self.layout)
+        taps = Taps(self.wants)
+        logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
         self.layout.advance(batch)
         self.tokens_fed += packed.size
-        return Result(packed, logits, self.layout.healthy)
+        return Result(packed, logits, self.layout.healthy, taps.states)

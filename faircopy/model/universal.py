@@ -17,6 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, LayerShape, Packed
+from faircopy.model.base import Taps, Words
+from faircopy.model.hidden import stock_words, tapping
 from faircopy.model.invariant import RowInvariant
 
 ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
@@ -71,10 +73,17 @@ class Universal:
         probe = self._probe(config.num_hidden_layers)
         self.layers, self._layers = probe.shapes, probe.layers
 
-    def forward(self, packed: Packed, cache: Cache) -> Tensor:
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
-        with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext():
-            return self._call(packed.ids, packed.positions, packed.wanted)
+        tapped = contextlib.nullcontext() if taps is None else tapping(self._model, taps)
+        with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext(), tapped:
+            logits = self._call(packed.ids, packed.positions, packed.wanted)
+        if taps is not None:
+            taps.states = {layer: states[0] for layer, states in taps.states.items()}
+        return logits
+
+    def words(self) -> Words:
+        return stock_words(self._model)
 
     def reference(self, ids: Tensor) -> Tensor:
         """The model's own full forward, with its own attention: logits [T, vocab] of one sequence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from faircopy.drafters.blocks import Attend, Block, BlockShape, Norm, causal, rope_tables
 from faircopy.errors import UnsupportedModel
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [B, heads, T, D], k and v [B, kv_heads, T, D]
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(BlockShape):
     """The size of a Llama with tied embeddings."""
 
     vocab: int
-    hidden: int
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    context: int
-    theta: float = 10000.0
-    eps: float = 1e-5
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -76,56 +66,12 @@ class Shape:
         )
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
-        rows, count, _ = x.shape
-        q = self.q_proj(x).view(rows, count, self.shape.heads, -1).transpose(1, 2)
-        k = self.k_proj(x).view(rows, count, self.shape.kv_heads, -1).transpose(1, 2)
-        v = self.v_proj(x).view(rows, count, self.shape.kv_heads, -1).transpose(1, 2)
-        mixed = attend(layer, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, count, -1))
-        return out
-
-
-class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, layer)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
 class Trunk(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.norm = Norm(shape.hidden, shape.eps)
 
 
 class Llama(nn.Module):
@@ -137,7 +83,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape, self.model = shape, Trunk(shape)
-        cos, sin = _rope(shape)
+        cos, sin = rope_tables(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -152,27 +98,6 @@ class Llama(nn.Module):
     def size(self) -> int:
         """The number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every position sees itself and what came before; nothing is kept."""
-    group = q.shape[1] // k.shape[1]
-    if group > 1:  # copies instead of enable_gqa: a few percent slower, and every backend can do it
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _rope(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [context, head_dim] in Hugging Face's layout: two equal halves."""
-    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), 1.0 / shape.theta**steps)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def fresh(shape: Shape, seed: int) -> Llama:

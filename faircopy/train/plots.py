@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from faircopy.train.loop import read_log
 
@@ -25,9 +26,29 @@ def plot_logs(logs: Sequence[Path], out: Path, names: Sequence[str] = ("loss", "
         panel.set(xlabel="million tokens", ylabel=name)
         panel.grid(alpha=0.3)
         panel.legend()
+    _save(figure, out)
+
+
+def plot_training(log: Path, out: Path) -> None:
+    """One run: its loss, and in a second panel every accuracy it logged."""
+    import_module("matplotlib").use("Agg")
+    pyplot = import_module("matplotlib.pyplot")
+    lines = read_log(log)
+    shares = sorted({name for line in lines for name in line if name.startswith(("top1_", "agree"))})
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4))
+    for panel, names, title in zip(panels, (["loss"], shares), ("loss", "share of right first guesses"), strict=True):
+        for name in names:
+            panel.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
+        panel.set(xlabel="step", ylabel=title)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    _save(figure, out)
+
+
+def _save(figure: Any, out: Path) -> None:
     figure.tight_layout()
     figure.savefig(out, dpi=110)
-    pyplot.close(figure)
+    import_module("matplotlib.pyplot").close(figure)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 
 import torch
 import torch.nn.functional as F
@@ -90,3 +92,26 @@ def rows_of(tokens: Tensor) -> list[list[int]]:
     """The rows of `sample` without what follows their ends."""
     lengths = (tokens >= 0).sum(1).tolist()
     return [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+
+
+def own_text(
+    network: Llama, begin: int, ends: tuple[int, ...], rows: int, length: int, seconds: float, seed: int
+) -> Tensor:
+    """What a model writes, flat: sampled texts, and greedy endings of beginnings of them, for about so long."""
+    started, parts = time.perf_counter(), list[Tensor]()
+    while not parts or time.perf_counter() - started < seconds:
+        this = seed + len(parts) // 2
+        free = sample(network, [[begin]] * rows, length, ends, temperature=1.0, min_p=0.01, seed=this)
+        cuts = random.Random(this)
+        begun = [row[: cuts.randint(4, 96)] for row in rows_of(free)]
+        greedy = sample(network, [row for row in begun if row[-1] not in ends] or [[begin]], length, ends)
+        parts += [flat(free, ends), flat(greedy, ends)]
+        print(f"own text: round {len(parts) // 2}, {time.perf_counter() - started:.1f} s", flush=True)
+    return torch.cat(parts).int()
+
+
+def flat(block: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """Rows one after the other, each with its first token and none with an end."""
+    kept = (block >= 0) & ~torch.isin(block, torch.tensor(ends))
+    kept[:, 0] = True
+    return block[kept]

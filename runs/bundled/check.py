@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs.bundled import distil_draft, finish, sample_stories, train_target, train_tokenizer
+from runs.bundled import distil_draft, finish, sample_stories, train_head, train_target, train_tokenizer
 from runs.bundled.common import arguments, facts
 
 
@@ -33,6 +33,8 @@ def run(teacher: Path, work: Path, device: str, compiling: list[str]) -> None:
     train_tokenizer.main([*common, "--vocab", "512"])
     train_target.main([*common, *small, *shape, "--layers", "2", "--prompts", "8"])
     distil_draft.main([*common, *small, *shape, *own, "--layers", "1"])
+    target = ["--target", str(work / "target"), "--out", str(work / "clover")]
+    train_head.main([*common, "--rows", "4", "--length", "48", "--steps", "6", *own, *target])
     finish.main([*common, "--out", str(work / "out"), "--new", "24"])
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from dataclasses import asdict
 
 import torch
@@ -17,7 +15,7 @@ from faircopy.train.data import Windows, load_tokens, unseen
 from faircopy.train.language import Distil, speed_up
 from faircopy.train.llama import Llama, fresh, load_llama
 from faircopy.train.loop import Settings, train
-from faircopy.train.sampler import rows_of, sample
+from faircopy.train.sampler import own_text
 from faircopy.train.tokenizer import end_id
 from runs.bundled.common import K, note, on_gpu, prepare, talker, time_left, training_arguments
 from runs.bundled.train_target import save, shape_of
@@ -29,7 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     target = load_llama(args.work / "target", torch.bfloat16 if on_gpu(args) else torch.float32, args.device)
     tokenizer = Tokenizer.from_file(str(args.work / "target" / "tokenizer.json"))
     end = end_id(tokenizer)
-    own = own_text(target, end, args)
+    own = own_text(target, end, (end,), args.own_rows, args.own_length, args.own_seconds, args.seed * 100_003)
+    own = own.to(args.device)
     corpus = mixed(own, args)
     draft = fresh(shape_of(args, target.shape.vocab), args.seed).to(args.device)
     learned = fit(draft, target, corpus, args)
@@ -53,32 +52,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=384)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--hard", type=float, default=0.5, help="weight of the target's favourite against the KL")
-    parser.add_argument("--own-seconds", type=float, default=40.0, help="time for the target to write")
-    parser.add_argument("--own-rows", type=int, default=8192)
-    parser.add_argument("--own-length", type=int, default=320)
+    own_arguments(parser)
     return parser.parse_args(argv)
 
 
-def own_text(target: Llama, end: int, args: argparse.Namespace) -> Tensor:
-    """What the target writes, flat: sampled stories, and greedy endings of other beginnings of them."""
-    started, parts, round_ = time.perf_counter(), list[Tensor](), 0
-    while not parts or time.perf_counter() - started < args.own_seconds:
-        seed = args.seed * 100_003 + round_
-        free = sample(target, [[end]] * args.own_rows, args.own_length, (end,), temperature=1.0, min_p=0.01, seed=seed)
-        cuts = random.Random(seed)
-        begun = [row[: cuts.randint(4, 96)] for row in rows_of(free)]
-        greedy = sample(target, [row for row in begun if row[-1] != end], args.own_length, (end,))
-        parts += [flat(free, end), flat(greedy, end)]
-        round_ += 1
-        print(f"draft: own text, round {round_}, {time.perf_counter() - started:.1f} s", flush=True)
-    return torch.cat(parts).to(args.device, torch.int32)
-
-
-def flat(block: Tensor, end: int) -> Tensor:
-    """Rows one after the other, each beginning with the end token and none closing with one."""
-    kept = (block >= 0) & (block != end)
-    kept[:, 0] = True
-    return block[kept]
+def own_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `own_text` needs to know."""
+    parser.add_argument("--own-seconds", type=float, default=40.0, help="time for the target to write")
+    parser.add_argument("--own-rows", type=int, default=8192)
+    parser.add_argument("--own-length", type=int, default=320)
 
 
 def mixed(own: Tensor, args: argparse.Namespace) -> Tensor:

@@ -1,0 +1,190 @@
+"""EAGLE-3: one decoder layer over fused states of three depths, trained on its own guesses (arXiv 2503.01840).
+
+States entering layers 2, n/2 and n - 3 are fused to one; the layer's attention reads it beside the token's embedding,
+its output is what the next step reads instead of a fused state. The output layer is its own, over the target's most
+frequent tokens (`words`). Training-time test: the layer runs `unroll` times over a text, each time fed what it said
+before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8 of the one
+before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
+
+`style="eagle1"` is the method's ancestor for comparison: the final state alone, the target's own output layer, no
+training-time test, and a loss of smooth L1 to the target's next state plus a tenth of its distribution, with noise on
+what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from faircopy.drafters.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
+from faircopy.drafters.clover import copy_matching
+from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.trees import Reranked, Tree
+from faircopy.model.base import FINAL
+
+DEPTH = 6  # of the tree that the room is spread over
+NOISE = 0.2  # width of EAGLE-1's uniform noise
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer whose attention reads a token's embedding and a state, and that changes the state."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.self_attn, self.mlp = Attention(shape, 2 * shape.hidden), Mlp(shape)
+        self.token_norm, self.state_norm, self.post_attention_layernorm = (
+            Norm(shape.hidden, shape.eps) for _ in range(3)
+        )
+
+    def read(self, token: Tensor, state: Tensor) -> Tensor:
+        """What attention reads."""
+        return torch.cat([self.token_norm(token), self.state_norm(state)], -1)
+
+    def finish(self, state: Tensor, mixed: Tensor) -> Tensor:
+        """The new state, given what attention found [B, heads, T, D]."""
+        found = self.self_attn.o_proj(mixed.transpose(1, 2).reshape(*state.shape[:2], -1))
+        state = state + found
+        out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
+        return out
+
+
+class Eagle3(Head):
+    deep = True
+    words_kept: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        shape, options = config.shape, config.options
+        self_taught = options.get("style") != "eagle1"
+        super().__init__(config, tuple(options.get("wants") or default_wants(config)), layers=1)
+        self.own, self.unrolled = self_taught, options.get("unroll", config.levels) if self_taught else 1
+        self.rope, self.layer = Rope(shape), FusedLayer(config)
+        if self.own:
+            count = options.get("words") or config.vocab
+            self.fuse = nn.Linear(self.width, shape.hidden, bias=False)
+            self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
+            self.register_buffer("words_kept", torch.arange(count))
+
+    def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        return self._run(self._fused(states), tokens, rows)
+
+    def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
+        if level:
+            assert rows is not None, "guesses of this head need keys of the guesses before"
+            memory = self._run(memory, tokens, rows)
+        return self._guess(memory)
+
+    def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
+        """Fed what it said before, as when it guesses: each row sees the text's keys and its own path's."""
+        text = _Text(self, tokens)
+        state = self._fused(states)
+        for level in range(levels):
+            count = tokens.shape[1] - 1 - level
+            state = text.run(state[:, :count], level)
+            yield self._guess(state)
+
+    @property
+    def trained(self) -> int:
+        return self.unrolled
+
+    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
+        if not self.own:
+            apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
+            return apart + 0.1 * soft_cross_entropy(guess.logits, teaching.logits)
+        kept = teaching.logits.index_select(-1, self.words_kept)
+        known = torch.isin(teaching.logits.argmax(-1), self.words_kept)
+        return soft_cross_entropy(guess.logits.index_select(-1, self.words_kept), kept, known)
+
+    def tree(self, room: int) -> Tree:
+        return Reranked(room, DEPTH)
+
+    def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
+        """The authors start from random weights; the output layer from the target's rows, which costs nothing."""
+        if self.own:
+            copy_matching(self.norm, {"weight": norm})
+            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+
+    def keep_words(self, counts: Tensor) -> None:
+        """Guess only the most frequent tokens: counts [V] of the training text."""
+        if self.own:
+            kept = counts.argsort(descending=True, stable=True)[: len(self.words_kept)].sort().values
+            self.words_kept.copy_(kept)
+            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+
+    def _fused(self, states: Tensor) -> Tensor:
+        if self.own:
+            return self.fuse(states)  # type: ignore[no-any-return]
+        noise = (torch.rand_like(states) - 0.5) * NOISE if self.training else 0.0
+        return states + noise
+
+    def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        read = self.layer.read(self._embedded(tokens), state)
+        q, k, v = self.layer.self_attn.qkv(read, *self.rope(rows.positions))
+        return self.layer.finish(state, rows.attend(0, q, k, v))
+
+    def _guess(self, memory: Tensor) -> Guess:
+        if not self.own:
+            return Guess(self.speak(memory), memory, memory)
+        out = self.norm(memory)
+        few = self.output(out)
+        logits = few.new_full((*few.shape[:-1], self.vocab), -torch.inf)
+        return Guess(logits.index_copy(-1, self.words_kept, few), memory, out)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.words.embedding[tokens].to(self.dtype)
+
+
+class _Text:
+    """Attention of the training-time test: the text's keys, and one key per later run, each row its own."""
+
+    def __init__(self, head: Eagle3, tokens: Tensor) -> None:
+        self._head, self._tokens = head, tokens
+        self._text: tuple[Tensor, Tensor] | None = None
+        self._later: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, state: Tensor, level: int) -> Tensor:
+        """Level j of row t reads token t + j, at that position."""
+        count, layer = state.shape[1], self._head.layer
+        positions = torch.arange(level, level + count, device=state.device)
+        token = self._head._embedded(self._tokens[:, level : level + count])
+        q, k, v = layer.self_attn.qkv(layer.read(token, state), *self._head.rope(positions))
+        k, v = shared_keys(q, k, v)
+        if self._text is None:
+            self._text = k, v
+            return layer.finish(state, causal(0, q, k, v))
+        self._later.append((k, v))
+        return layer.finish(state, self._attend(q))
+
+    def _attend(self, q: Tensor) -> Tensor:
+        assert self._text is not None
+        count, scale = q.shape[2], q.shape[-1] ** -0.5
+        keys, values = (part[:, :, :count] for part in self._text)
+        hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
+        own = [(q * k[:, :, :count]).sum(-1, keepdim=True) * scale for k, _ in self._later]
+        shares = torch.softmax(torch.cat([scores, *own], -1).float(), -1).to(q.dtype)
+        out = shares[..., :count] @ values
+        for n, (_, v) in enumerate(self._later):
+            out = out + shares[..., count + n, None] * v[:, :, :count]
+        return out
+
+
+def default_wants(config: HeadConfig) -> tuple[int, ...]:
+    """The paper's three depths, kept apart as far as a shallow target allows; EAGLE-1 reads the final state."""
+    if config.options.get("style") == "eagle1":
+        return (FINAL,)
+    middle = config.depth // 2
+    return min(2, middle), middle, max(config.depth - 3, min(middle + 1, config.depth))
+
+
+def default_words(vocab: int) -> int:
+    """A quarter of the vocabulary, as 32,000 of Llama's 128,256, within bounds."""
+    return min(vocab, 32000, max(1024, vocab // 4))
+
+
+def options_for(vocab: int, options: dict[str, Any]) -> dict[str, Any]:
+    return options if options.get("style") == "eagle1" else {"words": default_words(vocab), **options}

@@ -1,0 +1,79 @@
+"""Heads as folders: made for a target, saved, and loaded for that target only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faircopy.drafters.blocks import BlockShape
+from faircopy.drafters.clover import Clover
+from faircopy.drafters.clover2 import Clover2
+from faircopy.drafters.eagle3 import Eagle3, options_for
+from faircopy.drafters.heads import Head, HeadConfig
+from faircopy.drafters.medusa import Medusa
+from faircopy.errors import CheckpointError, ConfigError
+from faircopy.model.anatomy import anatomy, fingerprint, load_head_folder, save_head_folder
+from faircopy.model.base import Model, Words
+
+METHODS: dict[str, Callable[[HeadConfig], Head]] = {
+    "medusa": Medusa,
+    "clover": Clover,
+    "clover2": Clover2,
+    "eagle3": Eagle3,
+}
+LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7}  # tokens guessed ahead, unless said otherwise
+
+
+def new_head(method: str, target: str, words: Words, levels: int | None = None, seed: int = 0, **options: Any) -> Head:
+    """A head for this checkpoint before training, on the CPU in float32."""
+    if method not in METHODS:
+        raise ConfigError("method", method, "unknown", f"use one of {', '.join(METHODS)}")
+    body = anatomy(target)
+    options = options_for(body.vocab, options) if method == "eagle3" else options
+    config = HeadConfig(
+        method=method,
+        shape=BlockShape(**body.layer),
+        vocab=body.vocab,
+        depth=body.depth,
+        levels=levels or LEVELS[method],
+        target=target,
+        fingerprint=fingerprint(target),
+        options=options,
+    )
+    torch.manual_seed(seed)
+    head = METHODS[method](config).bind(words)
+    head.start_from(body.last_layer, body.norm)
+    return head
+
+
+def save_head(head: Head, folder: Path, **learned: Any) -> None:
+    """Write the folder that LLM(target, draft=folder) takes; `learned` options belong to the method."""
+    config = replace(head.config, options={**head.config.options, **learned})
+    save_head_folder(folder, {"faircopy": "head", **asdict(config)}, head.state_dict())
+
+
+def load_head(path: str, target: Model) -> Head:
+    """A head for this very target, in its type and on its device; one for another target is refused."""
+    raw, weights = load_head_folder(path)
+    try:
+        raw["shape"] = BlockShape(**raw["shape"])
+        raw.pop("faircopy", None)
+        config = HeadConfig(**raw)
+        make = METHODS[config.method]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError("draft", path, f"not a head we know ({error})", "train it again") from error
+    if fingerprint(target.name) != config.fingerprint:
+        raise ConfigError(
+            "draft", path, f"a head for {config.target}, not for {target.name}", "train one with `faircopy train head`"
+        )
+    head = make(config)
+    try:
+        head.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError("draft", path, f"its weights do not fit ({error})", "train it again") from error
+    head.name = path
+    return head.to(target.device, target.dtype).bind(target.words()).requires_grad_(False)

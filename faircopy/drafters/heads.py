@@ -1,0 +1,206 @@
+"""What a draft head is: a network that reads the target's hidden states, and the lessons it learns from.
+
+Row t of a head holds token t and the target's state of the row before it, so a head's keys and values lie at the
+target's slots and depend on the tokens up to there alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from faircopy.drafters.blocks import Attend, BlockShape, causal
+from faircopy.drafters.trees import Tree
+from faircopy.kernels.linear import Product, product
+from faircopy.layout.base import LayerShape
+from faircopy.model.base import Words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """What a head is, as its config.json says."""
+
+    method: str
+    shape: BlockShape  # of its decoder layers
+    vocab: int  # the target's
+    depth: int  # the target's number of layers
+    levels: int  # tokens it guesses ahead at most
+    target: str = ""  # the name it was trained under, and what tells that checkpoint from others
+    fingerprint: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # the method's own
+
+
+class Rows(NamedTuple):
+    """Where rows stand: positions [T], and attention over the keys before them."""
+
+    positions: Tensor
+    attend: Attend
+
+
+class Guess(NamedTuple):
+    """What a head says at one level: [..., T, V], what it remembers, and the state its logits were made from."""
+
+    logits: Tensor
+    memory: Tensor
+    out: Tensor
+
+
+@dataclass(slots=True)
+class Lesson:
+    """A batch of text as the target sees it."""
+
+    tokens: Tensor  # [B, L]
+    states: Tensor  # [B, L, F]: what the head wants of the rows before
+    logits: Tensor  # [B, L, V] the target's own
+    final: Tensor  # [B, L, hidden] the normalised states its head reads
+
+
+class Teaching(NamedTuple):
+    """What one level should have said, rows without a state before them left out."""
+
+    labels: Tensor  # [B, N] the text
+    logits: Tensor  # [B, N, V] the target's
+    final: Tensor  # [B, N, hidden]
+
+
+class Head(nn.Module, ABC):
+    """Guesses tokens from the target's hidden states. [B, T, ...] are texts in training, else one row of packed ones.
+
+    Each method is a subclass: what it reads, how it steps from a token to the next guesses, its tree and its loss.
+    """
+
+    deep: ClassVar[bool] = False  # whether guesses beyond the first level need keys and values of their own
+    decay: ClassVar[float] = 0.8  # what a level's loss weighs against the one before
+
+    def __init__(self, config: HeadConfig, wants: tuple[int, ...], layers: int = 0) -> None:
+        super().__init__()
+        self.config, self.wants, self.levels = config, wants, config.levels
+        self.layers: list[LayerShape] = [config.shape.cached] * layers
+        self.name, self.vocab, self.context = config.method, config.vocab, config.shape.context
+        self._words: Words | None = None
+        self._product: Product | None = None
+
+    @property
+    def words(self) -> Words:
+        assert self._words is not None, "a head was used before it was bound to its target"
+        return self._words
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._like().device
+
+    @property
+    def width(self) -> int:
+        """Size of what it reads per row."""
+        return len(self.wants) * self.config.shape.hidden
+
+    @property
+    def trained(self) -> int:
+        """How many levels its loss looks at."""
+        return self.levels
+
+    @property
+    def size(self) -> int:
+        """Trained parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    def bind(self, words: Words) -> Self:
+        """Share the target's embedding and head; they are not part of its own weights."""
+        self._words = words
+        return self
+
+    def serve(self) -> Self:
+        """From now on it only guesses: the target's head is packed as the target packs its own."""
+        self._product = product(self.words.rows.to(self.dtype), self.words.bias, exact=False)
+        return self.eval()
+
+    @abstractmethod
+    def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        """What it remembers of each row: states [B, T, F] of the rows before, tokens [B, T]."""
+
+    @abstractmethod
+    def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
+        """What follows these tokens, given what was remembered above them; level 0 follows the text itself."""
+
+    def tree(self, room: int) -> Tree:
+        """An empty tree of the method's own kind."""
+        return Tree(room)
+
+    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
+        """What one level got wrong: cross entropy with the text, unless a method says otherwise."""
+        return F.cross_entropy(guess.logits.flatten(0, 1).float(), teaching.labels.flatten())
+
+    def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
+        """All levels over whole texts, each given the true tokens before: level j loses its last j + 1 rows."""
+        length = tokens.shape[1]
+        memory = self.read(states, tokens, text_rows(tokens))
+        for level in range(levels):
+            count = length - 1 - level
+            guess = self.step(level, memory[:, :count], tokens[:, level : level + count])
+            memory = guess.memory
+            yield guess
+
+    def loss(self, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted over levels; metrics are how often each level's first guess is the target's."""
+        total, metrics = torch.zeros((), device=lesson.tokens.device), {}
+        for level, guess in enumerate(self.unroll(lesson.states, lesson.tokens, self.trained)):
+            teaching, known = teaching_of(lesson, level), known_rows(guess)
+            total = total + self.decay**level * self.level_loss(known, teaching)
+            metrics[f"top1_{level + 1}"] = self.right(known, teaching)
+        return total, metrics
+
+    @torch.no_grad()
+    def right(self, guess: Guess, teaching: Teaching) -> Tensor:
+        return (guess.logits.argmax(-1) == teaching.logits.argmax(-1)).float().mean()
+
+    def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
+        """Initial weights, from the target's last layer and final norm where the method says so."""
+
+    def learned(self, ranks: list[list[float]]) -> dict[str, Any]:
+        """Options to keep with the weights, from how often each rank of each level was right."""
+        return {}
+
+    def speak(self, out: Tensor) -> Tensor:
+        """Logits of states, through the target's head."""
+        words = self.words
+        if self._product is not None:
+            logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
+        else:
+            bias = None if words.bias is None else words.bias.to(out.dtype)
+            logits = F.linear(out, words.rows.to(out.dtype), bias)
+        return logits if words.divisor == 1.0 else logits / words.divisor
+
+    def _like(self) -> Tensor:
+        return next(self.parameters())
+
+
+def soft_cross_entropy(logits: Tensor, wanted: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Against the target's whole distribution, over all rows or those marked."""
+    each = -(torch.softmax(wanted.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
+    return each.mean() if rows is None else (each * rows).sum() / rows.sum().clamp(min=1)
+
+
+def text_rows(tokens: Tensor) -> Rows:
+    """Whole texts: every row sees those before it."""
+    return Rows(torch.arange(tokens.shape[1], device=tokens.device), causal)
+
+
+def known_rows(guess: Guess) -> Guess:
+    """Without the first row, which has no state before it."""
+    return Guess(*(part[:, 1:] for part in guess))
+
+
+def teaching_of(lesson: Lesson, level: int) -> Teaching:
+    """Row t at level j is about the token at t + 1 + j, which the target's row t + j says."""
+    rows = slice(1 + level, -1)
+    return Teaching(lesson.tokens[:, 2 + level :], lesson.logits[:, rows], lesson.final[:, rows])

@@ -1,0 +1,157 @@
+"""How a head's offers become a tree: one rule per class. A tree grows level by level until its room is used."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+Offer = list[tuple[int, float]]  # tokens and their log probabilities, best first
+
+OFFERED = 10  # tokens a node offers at most
+
+
+class Tree:
+    """Nodes with the probability of the path to them. `front` are the nodes whose children are wanted next.
+
+    This one is a chain: the first token offered, again and again.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.values: list[float] = []  # log probability of the whole path
+        self.front: list[int] = [-1]
+        self.expanded: list[int] = []  # nodes that were in front, in that order
+
+    def grow(self, offers: list[Offer]) -> None:
+        """One level more, from what each node in front offers; decides who is in front next."""
+        self._advance([self._add(node, *offer[0]) for node, offer in zip(self.front, offers, strict=True)])
+
+    def result(self) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the draft."""
+        return self.tokens, self.parents
+
+    def above(self, node: int) -> int:
+        """The node whose memory this one continues."""
+        return self.parents[node]
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the first level down to this node."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def _add(self, parent: int, token: int, value: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.values.append(value + (self.values[parent] if parent >= 0 else 0.0))
+        return len(self.tokens) - 1
+
+    def _advance(self, front: list[int]) -> None:
+        self.front = front if len(self.tokens) < self.room else []
+        self.expanded += self.front
+
+    def _candidates(self, offers: list[Offer]) -> list[tuple[float, int, int, float]]:
+        """All children on offer, most probable path first: (path, parent, token, own), logarithms."""
+        found = [
+            (value + (self.values[node] if node >= 0 else 0.0), node, token, value)
+            for node, offer in zip(self.front, offers, strict=True)
+            for token, value in offer
+        ]
+        return sorted(found, key=lambda c: -c[0])
+
+
+class Spent(Tree):
+    """Clover's: a node keeps its likely tokens, a level its likely paths; what a level takes, deeper ones lack."""
+
+    def __init__(self, room: int, top_p: float = 0.8, floor: float = 0.25) -> None:
+        super().__init__(room)
+        self._top_p, self._floor = top_p, floor
+
+    def grow(self, offers: list[Offer]) -> None:
+        kept = self._candidates([self._likely(offer) for offer in offers])[: self.room - len(self.tokens)]
+        self._advance([self._add(parent, token, value) for _, parent, token, value in kept])
+
+    def _likely(self, offer: Offer) -> Offer:
+        """Tokens within top-p, none below a share of the best; the best always stays."""
+        kept, total, least = offer[:1], math.exp(offer[0][1]), offer[0][1] + math.log(self._floor)
+        for token, value in offer[1:]:
+            if total >= self._top_p or value < least:
+                break
+            kept.append((token, value))
+            total += math.exp(value)
+        return kept
+
+
+class Reranked(Tree):
+    """EAGLE-2's: expand the likeliest paths of each level, then keep the best nodes of all levels."""
+
+    def __init__(self, room: int, depth: int) -> None:
+        super().__init__(room)
+        self._width = max(1, min(OFFERED, room // depth))  # what is expanded must fit the room too
+
+    def grow(self, offers: list[Offer]) -> None:
+        nodes = [self._add(parent, token, value) for _, parent, token, value in self._candidates(offers)]
+        self.front = nodes[: min(self._width, self.room - len(self.expanded))]
+        self.expanded += self.front
+
+    def result(self) -> tuple[list[int], list[int]]:
+        """A parent is never less likely than its child and comes before it, so a stable sort keeps whole paths."""
+        best = sorted(sorted(range(len(self.tokens)), key=lambda n: -self.values[n])[: self.room])
+        place = {node: n for n, node in enumerate(best)}
+        return [self.tokens[n] for n in best], [place.get(self.parents[n], -1) for n in best]
+
+
+class Static(Tree):
+    """Medusa's: the shape is fixed before; every node of a level is offered the same tokens."""
+
+    def __init__(self, shape: list[tuple[int, int]], room: int) -> None:
+        super().__init__(room)
+        self._levels = _levels(shape[:room])
+        self._places: dict[int, int] = {-1: -1}  # node of the shape -> node of this tree
+        self._depth = 0
+        self._last = -1  # who stood for the level above
+
+    def above(self, node: int) -> int:
+        return self._last
+
+    def grow(self, offers: list[Offer]) -> None:
+        (offer,) = offers
+        for node, parent, rank in self._levels[self._depth]:
+            if parent in self._places and rank < len(offer):
+                self._places[node] = self._add(self._places[parent], *offer[rank])
+        self._depth += 1
+        self._last = self.front[0]
+        self.front = [len(self.tokens) - 1] if self._depth < len(self._levels) else []  # one stands for all
+        self.expanded += self.front
+
+
+def best_shape(table: list[list[float]], size: int) -> list[tuple[int, int]]:
+    """The tree of (parent, rank) with the most expected right nodes; table[level][rank]: how often that one is right.
+
+    Best first, parents before children, so that its beginning is the best smaller tree.
+    """
+    shape: list[tuple[int, int]] = []
+    heap = [(-table[0][0], 0, -1, 0, 1.0)]  # value, level, parent, rank, value of the parent
+    while heap and len(shape) < size:
+        value, level, parent, rank, above = heapq.heappop(heap)
+        shape.append((parent, rank))
+        if rank + 1 < len(table[level]):
+            heapq.heappush(heap, (-above * table[level][rank + 1], level, parent, rank + 1, above))
+        if level + 1 < len(table):
+            heapq.heappush(heap, (value * table[level + 1][0], level + 1, len(shape) - 1, 0, -value))
+    return shape
+
+
+def _levels(shape: list[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
+    """(node, parent, rank) by depth."""
+    depths: list[int] = []
+    levels: list[list[tuple[int, int, int]]] = []
+    for node, (parent, rank) in enumerate(shape):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        levels += [[] for _ in range(depths[-1] + 1 - len(levels))]
+        levels[depths[-1]].append((node, parent, rank))
+    return levels

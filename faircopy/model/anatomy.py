@@ -1,0 +1,114 @@
+"""What a checkpoint is made of, for those who build on it: sizes, the last layer's weights, what tells it from others.
+
+Also the folders that heads are kept in, since only this room knows file formats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from faircopy.errors import CheckpointError
+from faircopy.model.decoder import FAMILIES, head_size
+from faircopy.model.loader import _read_json, _Tensors, find_checkpoint, load_config
+from faircopy.model.universal import context_length
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A causal language model's sizes, in the words of its layers."""
+
+    vocab: int
+    depth: int
+    layer: dict[str, Any]  # hidden, heads, kv_heads, head_dim, intermediate, context, theta, eps, bias, qk_norm
+    last_layer: dict[str, Tensor]  # by the names of a Llama layer; what the family stores otherwise is missing
+    norm: Tensor  # the final norm's weight; ones if it has none by that name
+
+
+def anatomy(path: str) -> Anatomy:
+    """Of a folder or hub id."""
+    folder = find_checkpoint(path)
+    config, tensors = load_config(folder), _Tensors(folder, torch.float32, torch.device("cpu"))
+    depth, hidden = config.num_hidden_layers, config.hidden_size
+    offset = FAMILIES.get(config.model_type, {}).get("norm_offset", 0.0)
+    at = f"model.layers.{depth - 1}."
+    last = {name.removeprefix(at): _read(tensors, name, offset) for name in tensors.names() if name.startswith(at)}
+    norm = tensors("model.norm.weight")
+    return Anatomy(
+        vocab=config.vocab_size,
+        depth=depth,
+        layer=_layer(config, last),
+        last_layer=last,
+        norm=torch.ones(hidden) if norm is None else norm + offset,
+    )
+
+
+def _read(tensors: _Tensors, name: str, offset: float) -> Tensor:
+    tensor = tensors(name)
+    assert tensor is not None, "a name that was listed"
+    return tensor + offset if name.endswith("layernorm.weight") else tensor
+
+
+def _layer(config: Any, last: dict[str, Tensor]) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads = config.num_attention_heads
+    return {
+        "hidden": config.hidden_size,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_size(config),
+        "intermediate": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "context": context_length(config),
+        "theta": float(rope.get("rope_theta") or 10000.0),
+        "eps": float(getattr(config, "rms_norm_eps", None) or 1e-5),
+        "bias": "self_attn.q_proj.bias" in last,
+        "qk_norm": "self_attn.q_norm.weight" in last,
+    }
+
+
+def fingerprint(path: str) -> str:
+    """What tells one checkpoint from another, whatever the type of its numbers: the first ones of every tensor."""
+    tensors = _Tensors(find_checkpoint(path), torch.bfloat16, torch.device("cpu"))
+    digest = hashlib.sha256()
+    for name in sorted(tensors.names()):
+        digest.update(f"{name} {tensors.shape(name)}".encode())
+        digest.update(tensors.beginning(name).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def is_head(path: str) -> bool:
+    """Whether a folder holds a draft head of ours."""
+    file = Path(path).expanduser() / CONFIG
+    return file.is_file() and "method" in _read_json(file)
+
+
+def save_head_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """config.json, and bfloat16 weights; whole numbers stay as they are."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {
+        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in weights.items()
+    }
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def load_head_folder(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path).expanduser()
+    try:
+        return _read_json(folder / CONFIG), load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError("draft", path, f"cannot be loaded ({error})", "train or fetch the head again") from error

@@ -1,0 +1,81 @@
+"""A task for the loop: a draft head learns what its target is about to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from faircopy.drafters.heads import Head, Lesson, known_rows, teaching_of
+from faircopy.drafters.trees import OFFERED
+from faircopy.model.base import FINAL, Taps
+from faircopy.model.hidden import tapping
+from faircopy.train.loop import Metrics
+
+
+class Teacher:
+    """A frozen target that lets its hidden states be seen."""
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+
+    @torch.no_grad()
+    def lesson(self, tokens: Tensor, wants: tuple[int, ...]) -> Lesson:
+        """One pass over texts [B, L]; the head reads the states of the rows before."""
+        taps = Taps((*wants, FINAL))
+        with tapping(self.stock, taps):
+            logits = self.stock(input_ids=tokens, use_cache=False).logits
+        states = torch.cat([taps.states[layer] for layer in wants], -1)
+        return Lesson(tokens, F.pad(states[:, :-1], (0, 0, 1, 0)), logits, taps.states[FINAL])
+
+
+class HeadTask:
+    """A head and the target it listens to."""
+
+    def __init__(self, head: Head, teacher: Teacher) -> None:
+        self.head, self.teacher = head.train(), teacher
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.head.parameters()
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Metrics]:
+        lesson = self.teacher.lesson(batch, self.head.wants)
+        lesson.states = lesson.states.to(self.head.dtype)
+        return self.head.loss(lesson)
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How often the target's next tokens were among a head's guesses, given true tokens before."""
+
+    top1: list[float]  # per level
+    top5: list[float]
+    ranks: list[list[float]]  # per level, how often each rank was the one
+
+
+@torch.no_grad()
+def measure_heads(head: Head, teacher: Teacher, batches: Iterable[Tensor], bf16: bool = False) -> Accuracy:
+    """Accuracy of all levels against the target's own choices."""
+    head.eval()
+    counts = torch.zeros(head.levels, OFFERED, dtype=torch.float64)
+    rows = torch.zeros(head.levels, dtype=torch.float64)
+    for batch in batches:
+        lesson = teacher.lesson(batch, head.wants)
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=bf16):
+            for level, guess in enumerate(head.unroll(lesson.states.to(head.dtype), batch, head.levels)):
+                right = _ranks(known_rows(guess).logits, teaching_of(lesson, level).logits)
+                counts[level] += right.sum((0, 1)).double().cpu()
+                rows[level] += right.shape[0] * right.shape[1]
+    shares = counts / rows.clamp(min=1)[:, None]
+    return Accuracy(shares[:, 0].tolist(), shares[:, :5].sum(1).tolist(), shares.tolist())
+
+
+def _ranks(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[B, N, OFFERED]: one at the rank that holds the target's choice."""
+    best = logits.topk(min(OFFERED, logits.shape[-1]), -1).indices
+    right = (best == wanted.argmax(-1, keepdim=True)).float()
+    return F.pad(right, (0, OFFERED - right.shape[-1]))

@@ -1,0 +1,426 @@
+"""Draft heads: exact output whatever they guess, the same guesses as from scratch, folders that know their target."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from faircopy import LLM, CheckpointError, ConfigError
+from faircopy.config import EngineConfig
+from faircopy.drafters.base import NoDrafter
+from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
+from faircopy.drafters.heads import Head
+from faircopy.drafters.reader import PATIENCE, HeadDrafter
+from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
+from faircopy.engine import build_engine
+from faircopy.layout.paged import PagedLayout
+from faircopy.layout.pool import PagePool
+from faircopy.layout.tables import Tables
+from faircopy.model.base import Model, Taps
+from faircopy.model.runner import Runner
+from faircopy.testing import Plain, SpyDrafter, TableModel
+from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
+from tests.helpers import CPU, assert_same, changing, engine_of, load, random_prompts, references, requests_of, run
+
+GREEDY = SamplingParams(max_tokens=12, logprobs=1)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9)
+PENALISED = SamplingParams(max_tokens=12, repetition_penalty=1.4, logit_bias={3: 1.5})
+
+
+def shaken(head: Head, seed: int = 0) -> Head:
+    """Random weights everywhere, so that no part of the network is idle."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return head
+
+
+def head_for(folder: str, model: Model, method: str, **options: object) -> Head:
+    return shaken(new_head(method, folder, model.words(), **options))  # type: ignore[arg-type]
+
+
+@cache
+def texts_of(folder: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
+    """Prompts, parameters and plain decoding's answers, the same for every head."""
+    model, params = load(folder), [GREEDY, SAMPLED, PENALISED, GREEDY] * 2
+    prompts = random_prompts(8, model.vocab, seed=2)
+    return prompts, params, references(model, prompts, params, list(range(8)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_every_head_gives_plain_decoding(checkpoint: Callable[..., str], name: str, method: str) -> None:
+    folder = checkpoint(name)
+    model = load(folder)
+    head = head_for(folder, model, method)
+    prompts, params, expected = texts_of(folder)
+    for batch, k in ((1, 4), (3, None), (8, 3), (8, 16)):
+        count = 8 if batch > 1 else 3
+        engine = engine_of(
+            model, draft=head, wish=changing if k is None else (lambda seq, k=k: k), max_batch=batch, chunk=16
+        )
+        seqs = run(engine, requests_of(prompts[:count], params[:count], list(range(count))))
+        assert_same(seqs, expected[:count])
+        assert engine.meter.drafted > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_preemption_chunks_and_reuse_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = head_for(folder, model, method)
+    stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
+    prompts = [stem[:40] + tail for tail in random_prompts(6, model.vocab, seed=9, longest=30)]
+    params = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0)] * 3
+    expected = references(model, prompts, params, list(range(6)))
+    layers = len(model.layers) + len(head.layers)
+    engine = engine_of(
+        model, draft=head, wish=changing, max_batch=6, chunk=16, page=8, memory=20 * 8 * layers * 2 * 2 * 16 * 4
+    )
+    assert_same(run(engine, requests_of(prompts, params, list(range(6)))), expected)
+    assert engine.meter.preemptions > 0 and engine.meter.tokens_reused > 0 and engine.meter.drafted > 0
+
+
+def states_from_scratch(model: Model, head: Head, tokens: list[int]) -> torch.Tensor:
+    """What the head reads beside these tokens, with nothing kept from before."""
+    taps = Taps(head.wants)
+    tables = Tables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
+    layout = PagedLayout(tables, model.layers, model.dtype, CPU)
+    seq = Sequence(0, Request(tuple(tokens)), tokens)
+    tables.open(seq)
+    tables.reserve(seq, len(tokens))
+    with torch.no_grad():
+        model.forward(layout.pack(Batch([seq], [len(tokens)], [0]), Draft.empty(1)), layout, taps)
+        states = torch.cat([taps.states[layer] for layer in head.wants], -1)
+    return torch.cat([torch.zeros_like(states[:1]), states[:-1]])[None]
+
+
+def check_from_scratch(model: Model, head: Head, tokens: list[int], draft: Draft, i: int) -> int:
+    """The slow twin: the first child of every node is the head's best guess after the path to it."""
+    states, seen = states_from_scratch(model, head, tokens), set()
+    for node, parent in enumerate(draft.parents[i]):
+        if parent not in seen:
+            seen.add(parent)
+            path = [draft.tokens[i][n] for n in draft.path(i, parent)] if parent >= 0 else []
+            assert draft.tokens[i][node] == last_guess(head, states, torch.tensor([tokens]), path)
+    return len(seen)
+
+
+@torch.no_grad()
+def last_guess(head: Head, states: torch.Tensor, tokens: torch.Tensor, before: list[int]) -> int:
+    """Unrolled as in training: the last row of the level that these guesses lead to."""
+    more = torch.cat([tokens, torch.tensor([[*before, 0]])], 1)
+    padded = torch.cat([states, torch.zeros_like(states[:, : len(before) + 1])], 1)
+    guess = [*head.unroll(padded, more, len(before) + 1)][-1]
+    return int(guess.logits[0, tokens.shape[1] - 1].argmax())
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("method", METHODS)
+def test_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: str, chain: bool) -> None:
+    """In company, in chunks, after rejections and preemption: what is kept equals what would be computed anew."""
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = head_for(folder, model, method)
+    if chain:
+        head.tree = Tree  # type: ignore[assignment, method-assign]
+    prompts = random_prompts(5, model.vocab, seed=4, longest=30)
+    layers = len(model.layers) + len(head.layers)
+    engine = engine_of(
+        model,
+        draft=head,
+        wish=changing if chain else (lambda seq: 3 * changing(seq)),
+        chunk=8,
+        page=4,
+        prefix_reuse=False,
+        memory=24 * 4 * layers * 2 * 2 * 16 * 4,
+    )
+    drafter = engine.drafter
+    compared = 0
+
+    class Checked(SpyDrafter):
+        def propose(self, batch: Batch) -> Draft:
+            nonlocal compared
+            draft = super().propose(batch)
+            for i, seq in enumerate(batch.seqs):
+                compared += check_from_scratch(model, head, list(seq.tokens), draft, i)
+            return draft
+
+    engine.drafter = Checked(drafter)
+    run(engine, [Request(tuple(p), SamplingParams(max_tokens=14)) for p in prompts])
+    assert compared > 20 and engine.meter.preemptions > 0
+    assert isinstance(drafter, HeadDrafter) and not drafter._known
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_is_for_one_target(checkpoint: Callable[..., str], tmp_path: Path, method: str) -> None:
+    folder, other = checkpoint("llama"), checkpoint("llama", 1)
+    model = load(folder)
+    head = head_for(folder, model, method).to(torch.bfloat16).float()
+    save_head(head, tmp_path / "head")
+    llm = LLM(folder, draft=tmp_path / "head", memory="16MiB")
+    assert llm.explain()["drafter"] == "HeadDrafter"
+    (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    assert (
+        answer.token_ids == LLM(folder, memory="16MiB").generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0].token_ids
+    )
+    loaded = load_head(str(tmp_path / "head"), model)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), loaded.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=f"a head for {folder}, not for {other}"):
+        LLM(other, draft=str(tmp_path / "head"))
+
+
+def test_a_folder_that_is_no_head_is_refused(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    save_head(head_for(folder, model, "clover"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "method": "magic"}))
+    with pytest.raises(CheckpointError, match="not a head we know"):
+        load_head(str(tmp_path), model)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "levels": 9}))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load_head(str(tmp_path), model)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_head(str(tmp_path), model)
+    with pytest.raises(ConfigError, match="use one of"):
+        new_head("magic", folder, model.words())
+
+
+def offers(*shares: float) -> list[tuple[int, float]]:
+    return [(100 + n, math.log(share)) for n, share in enumerate(shares)]
+
+
+def test_clovers_tree_spends_its_room_level_by_level() -> None:
+    tree = Spent(4)
+    tree.grow([offers(0.5, 0.2, 0.15, 0.1)])
+    assert tree.tokens == [100, 101, 102], "the fourth is below a quarter of the best, and 0.8 is reached"
+    tree.grow([offers(0.9, 0.1), offers(0.6, 0.4), offers(1.0)])
+    assert tree.result() == ([100, 101, 102, 100], [-1, -1, -1, 0])
+    assert tree.front == [], "nothing is left for deeper levels"
+    sure = Spent(3)
+    for _ in range(3):
+        sure.grow([offers(0.95, 0.05)])
+    assert sure.result() == ([100, 100, 100], [-1, 0, 1]), "a sure head goes deep"
+
+
+def test_eagles_tree_keeps_the_likeliest_nodes_of_all_levels() -> None:
+    tree = Reranked(4, depth=2)
+    tree.grow([offers(0.6, 0.3, 0.1)])
+    assert tree.front == [0, 1]
+    tree.grow([offers(0.9, 0.1), offers(0.5, 0.5)])
+    assert tree.result() == ([100, 101, 100, 100], [-1, -1, 0, 1])
+    assert len(tree.expanded) <= 4
+    for room in range(1, 65):
+        big = Reranked(room, depth=6)
+        for _ in range(7):
+            if big.front:
+                big.grow([offers(*(0.5**n for n in range(1, 11)))] * len(big.front))
+        tokens, parents = big.result()
+        assert len(tokens) == room and len(big.expanded) <= room
+        assert all(parent < node for node, parent in enumerate(parents))
+
+
+def test_medusas_tree_is_the_best_of_its_size() -> None:
+    table = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]]
+    shape = best_shape(table, 5)
+    assert shape == [(-1, 0), (0, 0), (-1, 1), (0, 1), (-1, 2)]
+    tree = Static(shape, 4)
+    tree.grow([[(7, -0.1), (8, -1.0), (9, -2.0)]])
+    tree.grow([[(5, -0.1), (6, -1.0)]])
+    assert tree.result() == ([7, 8, 5, 6], [-1, -1, 0, 0]) and tree.front == []
+    assert len(best_shape(table, 63)) == 3 + 9, "no more than there are"
+
+
+class RandomTrees(NoDrafter):
+    """Trees of up to `most` nodes of any shape, chains and nothing, with right nodes among them."""
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], vocab: int, most: int) -> None:
+        self._truth, self._vocab, self._most, self._source = truth, vocab, most, random.Random(7)
+        self.largest = 0
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = Draft.empty(len(batch))
+        for i, seq in enumerate(batch.seqs):
+            room = min(batch.room[i], self._most) if batch.complete(i) else 0
+            kind = self._source.choice(["tree", "tree", "chain", "none"])
+            for node in range(0 if kind == "none" else room):
+                parent = node - 1 if kind == "chain" else self._source.randrange(-1, node)
+                draft.tokens[i].append(self._token(seq, draft, i, parent))
+                draft.parents[i].append(parent)
+            self.largest = max(self.largest, len(draft.tokens[i]))
+        return draft
+
+    def _token(self, seq: Sequence, draft: Draft, i: int, parent: int) -> int:
+        depth = len(draft.path(i, parent)) if parent >= 0 else 0
+        future = self._truth[seq.prompt][len(seq.output) :]
+        right = future[depth] if depth < len(future) and self._source.random() < 0.6 else None
+        return self._source.randrange(self._vocab) if right is None else right
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_random_trees_of_up_to_64_nodes_change_nothing(checkpoint: Callable[..., str], name: str) -> None:
+    model = load(checkpoint(name))
+    prompts = random_prompts(6, model.vocab, seed=3)
+    params = [SamplingParams(max_tokens=80, logprobs=0), SamplingParams(max_tokens=80, temperature=0.8)] * 3
+    expected = references(model, prompts, params, list(range(6)))
+    truth = {tuple(p): e.tokens for p, e in zip(prompts, expected, strict=True)}
+    drafter = RandomTrees(truth, model.vocab, 64)
+    engine = engine_of(model, drafter, k=64, max_batch=6, chunk=16)
+    assert_same(run(engine, requests_of(prompts, params, list(range(6)))), expected)
+    assert drafter.largest == 64 and engine.meter.rows_moved > 0
+    assert engine.meter.tokens_per_step > 1.5
+
+
+def test_random_trees_keep_the_law_under_rejection() -> None:
+    """Chi-square of the second token over 1,000 requests (15 values: 37.7 is 0.1 %); trees are picked, not drawn."""
+    model = TableModel(vocab=16)
+    model._table = model._table / 3
+    params = SamplingParams(max_tokens=66, temperature=1.0)
+    drafter = RandomTrees({(3,): [4, 5, 6]}, 16, 64)
+    engine = engine_of(model, drafter, k=64, verifier="rejection", max_batch=50)
+    seqs = []
+    for seed in range(1000):
+        seqs.append(engine.add(Request((3,), params, seed)))
+        if seed % 50 == 49:
+            engine.step()
+            engine.step()
+            for seq in seqs[-50:]:
+                engine.abort(seq)
+    assert drafter.largest == 64
+    first = torch.softmax(model._table[0, 3], 0)
+    second = sum(first[t] * torch.softmax(model._table[1, t], 0) for t in range(16)) * 1000
+    counts = torch.bincount(torch.tensor([seq.output[1] for seq in seqs]), minlength=16)
+    assert float(((counts - second) ** 2 / second).sum()) < 37.7
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_under_rejection_write_greedy_text_as_ever(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = head_for(folder, model, method)
+    prompts = random_prompts(4, model.vocab, seed=3)
+    params = [SamplingParams(max_tokens=10)] * 2 + [SamplingParams(max_tokens=10, temperature=0.7)] * 2
+    expected = references(model, prompts[:2], params[:2], [0, 1])
+    seqs = run(engine_of(model, draft=head, k=5, verifier="rejection"), requests_of(prompts, params, list(range(4))))
+    assert_same(seqs[:2], expected)
+    assert all(len(seq.output) == 10 for seq in seqs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_that_goes_mad_is_only_wrong(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = new_head(method, folder, model.words())
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.fill_(torch.nan)
+    prompts, params = [[1, 2, 3], [4, 5, 6]], [GREEDY, SAMPLED]
+    expected = references(model, prompts, params, [0, 1])
+    assert_same(run(engine_of(model, draft=head, k=4), requests_of(prompts, params, [0, 1])), expected)
+
+
+def test_a_request_that_wants_no_drafts_costs_no_states(checkpoint: Callable[..., str]) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    engine = engine_of(model, draft=head_for(folder, model, "clover"), k=4)
+    quiet = engine.add(Request((1, 2, 3), GREEDY, 0, 0))
+    loud = engine.add(Request((1, 2, 4), GREEDY, 0))
+    while engine.busy:
+        engine.step()
+        assert isinstance(engine.drafter, HeadDrafter) and quiet not in engine.drafter._known
+    assert quiet.drafted == 0 < loud.drafted
+
+
+def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) -> None:
+    """A sequence that is given no room for long does not pile up states."""
+    folder = checkpoint("llama")
+    model = load(folder)
+    engine = engine_of(model, draft=head_for(folder, model, "eagle3"), wish=lambda seq: 0)
+    seq = engine.add(Request((1, 2, 3), SamplingParams(max_tokens=200)))
+    most = 0
+    while engine.busy:
+        engine.step()
+        known = engine.drafter._known.get(seq)  # type: ignore[attr-defined]
+        most = max(most, sum(len(states) for _, states in known._pieces) if known else 0)
+    assert 0 < most <= PATIENCE + 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    """The fused decoder hands over its states, and its attention serves the head's layers; kernels' twins on a CPU."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    head = head_for(folder, own, method)
+    requests = [Request(tuple(p), SamplingParams(max_tokens=10)) for p in random_prompts(4, model.vocab, seed=5)]
+    config = EngineConfig(memory="8MiB", chunk=16)
+    plain = run(build_engine(model, config=config, suite=TWINS), requests)
+    for k in (3, 14):
+        engine = build_engine(model, draft=head, config=replace(config, k=k), suite=TWINS)
+        seqs = run(engine, requests)
+        assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+        assert engine.meter.drafted > 0
+    for layer, states in states_of(model, head, TWINS).items():
+        torch.testing.assert_close(states, states_of(own, head)[layer], rtol=1e-3, atol=1e-4)
+
+
+def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:
+    """The target's states over a short text, by either decoder."""
+    tables = Tables(PagePool(4), 32, reuse=False)
+    runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU, False, suite), head.wants)
+    seq = Sequence(0, Request((3, 1, 4, 1, 5)), [3, 1, 4, 1, 5])
+    tables.open(seq)
+    tables.reserve(seq, 5)
+    return runner.forward(Batch([seq], [5], [0]), Draft.empty(1)).states
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str], method: str) -> None:
+    """Captured steps, on a CPU by the kernels' twins: the host sees no states, and every chain is the head's own."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    head = head_for(folder, own, method)
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=3, max_batch=4), suite=TWINS)
+    assert engine.replay is not None
+    land, compared = engine.replay.land, 0
+
+    def watched(flight: Any) -> Any:
+        nonlocal compared
+        batch, draft, verdict = land(flight)
+        for i, seq in enumerate(batch.seqs):
+            compared += check_from_scratch(own, head, list(seq.tokens), draft, i)
+        return batch, draft, verdict
+
+    engine.replay.land = watched  # type: ignore[method-assign]
+    prompts = random_prompts(4, model.vocab, seed=5)
+    seqs = run(engine, [Request(tuple(p), SamplingParams(max_tokens=12 + 3 * n)) for n, p in enumerate(prompts)])
+    assert compared > 60
+    expected = references(own, prompts, [SamplingParams(max_tokens=12 + 3 * n) for n in range(4)], [0] * 4)
+    assert [seq.output for seq in seqs] == [e.tokens for e in expected]
+    late = engine.add(Request((5, 6, 7), SamplingParams(max_tokens=12)))
+    engine.add(Request((5, 6, 8), SamplingParams(max_tokens=12), 0, 0))
+    for n in range(3):
+        engine.step()
+        engine.add(Request((8, n), SAMPLED, n))  # each arrival brings the batch down and up again
+    while engine.busy:
+        engine.step()
+    assert late.output == references(own, [[5, 6, 7]], [SamplingParams(max_tokens=12)], [0])[0].tokens

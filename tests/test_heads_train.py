@@ -1,0 +1,361 @@
+"""Training heads and drafts: from files to a folder, killed and resumed, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import heads as bench
+from benchmarks import heads_wide as bench_wide
+from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
+from faircopy.audit.models import audit_models
+from faircopy.drafters.folder import METHODS, new_head
+from faircopy.drafters.heads import Lesson, known_rows, teaching_of
+from faircopy.errors import CheckpointError
+from faircopy.model.hidden import stock_words
+from faircopy.model.loader import load_stock
+from faircopy.train.corpus import Answering, corpus, read_documents
+from faircopy.train.heads import HeadTask, Teacher, measure_heads
+from faircopy.train.llama import Shape, fresh, save_llama
+from faircopy.train.loop import Progress, Settings, read_log, train
+from faircopy.train.runs import Plan, train_draft, train_head
+from faircopy.train.tokenizer import save_tokenizer, train_bpe
+from tests.helpers import CPU
+
+SHAPE = Shape(vocab=300, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, context=96)
+TEXT = "Once upon a time there was a cat. The cat sat on a mat. The mat was red. The dog saw the cat. " * 60
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small target with a tokenizer, taught a simple text so that there is something to guess."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = train_bpe([TEXT], SHAPE.vocab)
+    network = fresh(replace(SHAPE, vocab=tokenizer.get_vocab_size()), 1)
+    tokens = torch.tensor(tokenizer.encode(TEXT).ids)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    for step in range(120):
+        batch = torch.stack([tokens[start : start + 65] for start in range(step % 40, 1400, 350)])
+        loss = torch.nn.functional.cross_entropy(network(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    save_llama(network, folder, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+    save_tokenizer(tokenizer, folder, SHAPE.context)
+    return str(folder)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def plan_for(target: str, data: Path, out: Path, **changes: object) -> Plan:
+    settings = {"steps": 60, "rows": 4, "length": 48, "lr": 5e-3, "log_every": 5, "device": "cpu", **changes}
+    return Plan(target, [data], out, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trained_head_guesses_better_and_serves(target: str, data: Path, tmp_path: Path, method: str) -> None:
+    learned = train_head(plan_for(target, data, tmp_path / "head"), method)
+    lines = read_log(tmp_path / "head" / "log.jsonl")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert learned.accuracy is not None and learned.accuracy.top1[0] > 0.5
+    assert (tmp_path / "head" / "curves.png").stat().st_size > 1000
+    llm = LLM(target, draft=tmp_path / "head", k=4, device="cpu", memory="16MiB")
+    (answer,) = llm.generate(["Once upon a time there"], SamplingParams(max_tokens=40))
+    (plain,) = LLM(target, device="cpu", memory="16MiB").generate(
+        ["Once upon a time there"], SamplingParams(max_tokens=40)
+    )
+    assert answer.text == plain.text
+    assert llm.metrics()["tokens_per_step"] > 1.3
+
+
+def test_a_distilled_draft_agrees_and_serves(target: str, data: Path, tmp_path: Path) -> None:
+    train_draft(plan_for(target, data, tmp_path / "draft", steps=40, lr=1e-2), hidden=32, layers=1)
+    lines = read_log(tmp_path / "draft" / "log.jsonl")
+    assert lines[-1]["agree"] > lines[0]["agree"] + 0.2
+    llm = LLM(target, draft=tmp_path / "draft", k=3, device="cpu", memory="16MiB")
+    llm.generate(["Once upon a time there"], SamplingParams(max_tokens=30))
+    assert llm.metrics()["tokens_per_step"] > 1.3
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_training_goes_on_with_the_same_losses(
+    target: str, data: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"style": "eagle1"} if method == "eagle3" else {}  # that one draws noise
+    whole, broken = (
+        plan_for(target, data, tmp_path / name, steps=8, log_every=2, checkpoint_every=3, accumulate=2)
+        for name in ("whole", "broken")
+    )
+    train_head(whole, method, **options)
+    calls, loss = 0, HeadTask.loss
+
+    def dying(self: HeadTask, batch: torch.Tensor) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 11:  # in the sixth step, two after the last checkpoint
+            raise Killed
+        return loss(self, batch)
+
+    monkeypatch.setattr(HeadTask, "loss", dying)
+    with pytest.raises(Killed):
+        train_head(broken, method, **options)
+    monkeypatch.setattr(HeadTask, "loss", loss)
+    train_head(broken, method, **options)
+    logs = [
+        [
+            {name: value for name, value in line.items() if name != "seconds"}
+            for line in read_log(plan.out / "log.jsonl")
+        ]
+        for plan in (whole, broken)
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) > 4
+    weights = [(plan.out / "model.safetensors").read_bytes() for plan in (whole, broken)]
+    assert weights[0] == weights[1]
+
+
+def test_a_folder_of_another_run_is_not_gone_on_with(target: str, data: Path, tmp_path: Path) -> None:
+    plan = plan_for(target, data, tmp_path / "head", steps=2)
+    train_head(plan, "medusa")
+    with pytest.raises(ConfigError, match="a run with method = 'medusa' was begun there"):
+        train_head(plan, "clover")
+
+
+def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "The cat"}\n{"turns": ["The dog", "and then?"]}\n{"text": "A mat was red."}\n')
+    documents = read_documents([file])
+    assert (documents.texts, documents.prompts) == (["A mat was red."], ["The cat", "The dog"])
+    how = Answering(max_tokens=12, device="cpu")
+    tokens = corpus(target, [file], how, tmp_path / "tokens.npy").tolist()
+    llm = LLM(target, device="cpu", memory="16MiB")
+    for answer in llm.generate(["The cat", "The dog"], SamplingParams(max_tokens=12)):
+        row = answer.prompt_token_ids + answer.token_ids
+        assert any(tokens[n : n + len(row)] == row for n in range(len(tokens)))
+    monkeypatch.setattr(LLM, "generate", lambda *args: pytest.fail("answered twice"))
+    assert corpus(target, [file], how, tmp_path / "tokens.npy").tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"steps": 0}, "--steps = 0: below 1"),
+        ({"length": 3}, "below 16"),
+        ({"precision": "int4"}, "use one of auto"),
+        ({"rows": 4000}, "less than one batch"),
+        ({"data": []}, "no files given"),
+        ({"data": [Path("nowhere.txt")]}, "cannot be read"),
+        ({"data": [Path("pyproject.toml")]}, "neither .txt nor .jsonl"),
+        ({"out": Path("pyproject.toml/no")}, "cannot be written"),
+        ({"target": "./nowhere"}, "no such folder"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once(
+    target: str, data: Path, tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    plan = replace(plan_for(target, data, tmp_path / "out"), **changes)
+    with pytest.raises((ConfigError, CheckpointError), match=problem):
+        train_head(plan, "clover")
+
+
+def test_wrong_methods_levels_and_lines_are_named(target: str, data: Path, tmp_path: Path) -> None:
+    plan = plan_for(target, data, tmp_path / "out")
+    with pytest.raises(ConfigError, match="use one of medusa"):
+        train_head(plan, "magic")
+    with pytest.raises(ConfigError, match="1 to 16"):
+        train_head(plan, "clover", levels=40)
+    with pytest.raises(ConfigError, match="another size"):
+        train_draft(plan, hidden=30)
+    bad = tmp_path / "bad.jsonl"
+    for line, problem in (("{no", "bad.jsonl:1"), ('{"words": 1}', "neither 'text'"), ("", "no text in it")):
+        bad.write_text(line)
+        with pytest.raises(ConfigError, match=problem):
+            read_documents([bad])
+
+
+def teacher_of(target: str) -> Teacher:
+    return Teacher(load_stock(target, torch.float32, CPU))
+
+
+def test_levels_are_taught_the_tokens_they_are_about(target: str) -> None:
+    """Row t of level j against the token at t + 1 + j; a head that is the target itself would be right."""
+    teacher, tokens = teacher_of(target), torch.arange(20)[None] % 7
+    lesson = teacher.lesson(tokens, (3,))
+    assert torch.equal(lesson.states[:, 0], torch.zeros_like(lesson.states[:, 0]))
+    assert lesson.states.shape == (1, 20, 32)
+    for level in (0, 2):
+        teaching = teaching_of(lesson, level)
+        assert torch.equal(teaching.labels, tokens[:, 2 + level :])
+        assert torch.equal(teaching.logits, lesson.logits[:, 1 + level : -1])
+        head = new_head("clover", target, stock_words(teacher.stock))
+        guess = [*head.unroll(lesson.states, tokens, level + 1)][-1]
+        assert known_rows(guess).logits.shape == teaching.logits.shape
+
+
+def test_a_level_never_sees_the_future(target: str) -> None:
+    """Changing a token changes no guess that stands before it."""
+    teacher = teacher_of(target)
+    tokens = torch.randint(5, 50, (1, 24), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 15:] = (changed[0, 15:] + 7) % 50
+    for method in METHODS:
+        head = new_head(method, target, stock_words(teacher.stock)).eval()
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            pairs = zip(
+                *(head.unroll(teacher.lesson(t, head.wants).states, t, 3) for t in (tokens, changed)), strict=True
+            )
+            for level, (a, b) in enumerate(pairs):
+                torch.testing.assert_close(a.logits[:, : 15 - level], b.logits[:, : 15 - level])
+
+
+def test_accuracy_counts_ranks(target: str) -> None:
+    teacher = teacher_of(target)
+    head = new_head("medusa", target, stock_words(teacher.stock), levels=2)
+    tokens = torch.randint(5, 50, (2, 24), generator=torch.Generator().manual_seed(0))
+    accuracy = measure_heads(head, teacher, [tokens])
+    lesson: Lesson = teacher.lesson(tokens, head.wants)
+    own = lesson.logits[:, :-2].argmax(-1)  # untrained, level 0 says what the target said of the token before
+    wanted = lesson.logits[:, 1:-1].argmax(-1)
+    assert accuracy.top1[0] == pytest.approx(float((own == wanted).float().mean()))
+    assert accuracy.top5[0] == pytest.approx(sum(accuracy.ranks[0][:5]))
+
+
+def test_mixed_precision_trains(target: str, data: Path, tmp_path: Path) -> None:
+    learned = train_head(plan_for(target, data, tmp_path / "head", precision="bfloat16", steps=12), "eagle3", levels=3)
+    assert learned.progress.loss < 20
+
+
+def test_the_comparison_of_heads_runs_and_resumes(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--target", target, "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--device", "cpu", "--steps", "2",
+        "--rows", "2", "--length", "999", "--own-rows", "16", "--own-length", "90", "--own-seconds", "0", "--new", "8",
+        "--measured", "2", "--accept-batch", "2", "--batches", "2", "--memory", "16MiB", "--draft-hidden", "16",
+        "--keep", "clover",
+    ]  # fmt: skip
+    bench.main(arguments)
+    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
+    kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in ("accuracy", "acceptance", "speed")}
+    assert kinds == {"accuracy": len(bench.VARIANTS), "acceptance": 2 * len(bench.VARIANTS) + 4, "speed": 10}
+    bench.main(arguments)
+    assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == len(rows), "nothing is done twice"
+    capsys.readouterr()
+    bench.main(["--show", str(tmp_path / "heads.json")])
+    assert "clover - decoder - regression" in capsys.readouterr().out
+    check_widened(target, tmp_path)
+
+
+def check_widened(target: str, folder: Path) -> None:
+    """At another shape the heads guess what they guessed: the same tokens per step."""
+    wide = {
+        "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 7, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 400,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    work = folder / "work" / Path(target).name
+    bench_wide.main([
+        "--target", target, "--work", str(work), "--out", str(folder), "--device", "cpu", "--dtype", "float32",
+        "--batches", "2", "--new", "8", "--memory", "16MiB", "--shape", json.dumps(wide),
+        "--draft-shape", json.dumps({**wide, "hidden_size": 64}),
+    ])  # fmt: skip
+    found = {row["variant"]: row["per_step"] for row in json.loads((folder / "heads-wide.json").read_text())["rows"]}
+    rows = json.loads((folder / "heads.json").read_text())["rows"]
+    small = {row["variant"]: row["per_step"] for row in rows if row["kind"] == "speed" and row["batch"] == 2}
+    assert found == small
+
+
+def test_progress_is_watched(target: str) -> None:
+    seen: list[Progress] = []
+    teacher = teacher_of(target)
+    task = HeadTask(new_head("clover", target, stock_words(teacher.stock)), teacher)
+
+    class Same:
+        def batch(self, index: int) -> torch.Tensor:
+            return torch.arange(40)[None] % 9
+
+    train(task, Same(), Settings(steps=2), Path(target) / "log.jsonl", watch=seen.append)
+    assert len(seen) == 2
+
+
+def test_methods_are_the_documented_ones() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "drafters.md").read_text()
+    for method in METHODS:
+        assert f"`{method}`" in text
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["faircopy", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_the_command_line_trains_and_uses_a_head(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (
+        "--target",
+        target,
+        "--data",
+        str(data),
+        "--steps",
+        "3",
+        "--rows",
+        "2",
+        "--length",
+        "32",
+        "--device",
+        "cpu",
+    )
+    head, draft = str(tmp_path / "head"), str(tmp_path / "draft")
+    assert call(monkeypatch, "train", "head", "--method", "eagle3", "--out", head, *common, str(data)) == 0
+    assert json.loads((tmp_path / "head" / "tokens.json").read_text())["texts"] == 2
+    assert "tokens ahead" in capsys.readouterr().out
+    assert call(monkeypatch, "train", "draft", "--hidden", "32", "--layers", "1", "--out", draft, *common) == 0
+    for folder in (head, draft):
+        arguments = (
+            "generate",
+            "The cat",
+            "--target",
+            target,
+            "--draft",
+            folder,
+            "--max-tokens",
+            "4",
+            "--device",
+            "cpu",
+        )
+        assert call(monkeypatch, *arguments) == 0
+    assert call(monkeypatch, "train", "head", "--method", "magic", "--out", head, *common) == 2
+    assert "use one of medusa" in capsys.readouterr().err
+    assert call(monkeypatch, "generate", "The cat", "--draft", head, "--max-tokens", "4") == 2
+    assert f"a head for {target}, not for" in capsys.readouterr().err
+
+
+def test_the_bundled_head_keeps_its_word() -> None:
+    params, prompts = SamplingParams(max_tokens=24), bundled.prompts()[:4]
+    llm = LLM(bundled.target(), draft=bundled.named("clover"), k=4, memory="64MiB", device="cpu")
+    plain = LLM(bundled.target(), memory="64MiB", device="cpu").generate(prompts, params, progress=False)
+    assert [a.token_ids for a in llm.generate(prompts, params, progress=False)] == [a.token_ids for a in plain]
+    assert llm.metrics()["tokens_per_step"] > 1.5
+    assert bundled.named("ngram") == "ngram" and bundled.named(None) == bundled.draft()
+    report = audit_models(
+        bundled.target(), [bundled.named("clover")], prompts[:2], params, batches=(2,), ks=(3,), device="cpu"
+    )
+    assert report.passed and report.runs[-1].preemptions > 0
