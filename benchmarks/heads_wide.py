@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.device_check import QWEN3_06B, QWEN3_8B
 from benchmarks.heads import cycle, decode, name_of, speeds, tidy
-from benchmarks.record import write
 from faircopy.bench.inflate import inflated_model
+from faircopy.bench.record import write
 from faircopy.config import EngineConfig
 from faircopy.drafters.blocks import BlockShape
 from faircopy.drafters.folder import METHODS, load_head
