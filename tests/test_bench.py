@@ -223,7 +223,7 @@ def test_the_script_behind_the_figures_runs_widened(quiet: None, tmp_path: Path)
          "--prompts", "2", "--repeats", "1", "--no-profile"]
     )  # fmt: skip
     strategies(
-        ["--out", str(out), "--widen", "tiny", "--parts", "exspec", "--exspec-only", "pool", "--seconds", "0",
+        ["--out", str(out), "--widen", "tiny", "--parts", "exspec", "--exspec-only", "pool", "--seconds", "0.1",
          "--exspec-batches", "1", "2", "--tokens", "3", "--prompts", "1", "--waves", "2", "--repeats", "1"]
     )  # fmt: skip
     records = read(out)
