@@ -18,7 +18,7 @@ from faircopy.drafters.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
 from faircopy.drafters.trees import Spent, Tree
 
-REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution
+REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution, if not said otherwise
 
 
 class CosineDecoder(AttentionDecoder):
@@ -74,7 +74,7 @@ class Clover2(Head):
 
     def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
         apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
-        return REGRESSION * apart + soft_cross_entropy(guess.logits, teaching.logits)
+        return float(self.config.options.get("regression", REGRESSION)) * apart + soft_cross_entropy(guess.logits, teaching.logits)
 
     def tree(self, room: int) -> Tree:
         return Spent(room, top_p=0.95)
