@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from benchmarks.record import write
 from faircopy import LLM, SamplingParams
+from faircopy.bench.record import write
 
 logging.disable_progress_bar()
 SHAPE = {

@@ -10,20 +10,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.inflate import inflated_model
+from faircopy.bench.record import write
+from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_tokenizer
-
-QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-QWEN3_8B = {
-    **QWEN3, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-QWEN3_06B = {
-    **QWEN3, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def same_texts(device: str, dtype: str, prompts: list[str], tokens: int) -> list[dict[str, Any]]:
@@ -48,8 +39,8 @@ def widened(device: str, dtype: str, prompts: list[str], tokens: int) -> dict[st
     options: dict[str, Any] = {"device": device, "memory": "8GiB", "exact": False, "k": 4}
     small = LLM(bundled.target(), draft=bundled.draft(), dtype="float32", **options)
     kind = getattr(torch, dtype)
-    target: Any = inflated_model(bundled.target(), QWEN3_8B, dtype=kind, device=device, exact=False)
-    draft = inflated_model(bundled.draft(), QWEN3_06B, dtype=kind, device=device, exact=False)
+    target: Any = inflated_model(bundled.target(), QWEN3["qwen3-8b"], dtype=kind, device=device, exact=False)
+    draft = inflated_model(bundled.draft(), QWEN3["qwen3-0.6b"], dtype=kind, device=device, exact=False)
     target.eos = load_eos(bundled.target())
     wide = LLM(target, draft, tokenizer=load_tokenizer(bundled.target()), dtype=dtype, **options)
     texts = [[a.token_ids for a in llm.generate(prompts, params)] for llm in (small, wide)]

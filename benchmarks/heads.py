@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import write
+from faircopy.bench.record import write
 from faircopy.config import EngineConfig
 from faircopy.drafters.eagle3 import Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.device_check import QWEN3_06B, QWEN3_8B
 from benchmarks.heads import cycle, decode, name_of, speeds, tidy
-from benchmarks.record import write
 from faircopy.bench.inflate import inflated_model
+from faircopy.bench.record import write
+from faircopy.bench.shapes import QWEN3
 from faircopy.config import EngineConfig
 from faircopy.drafters.blocks import BlockShape
 from faircopy.drafters.folder import METHODS, load_head
@@ -103,14 +103,14 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
 def drafter(args: argparse.Namespace, variant: str, small_target: Model, target: Model) -> Any:
     folder = str(args.work / variant)
     if variant == "draft":
-        kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3_06B
+        kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
         return inflated_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
     small = load_head(folder, small_target).to(target.dtype)
     return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.words())
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    return json.loads(args.shape) if args.shape else QWEN3_8B
+    return json.loads(args.shape) if args.shape else QWEN3["qwen3-8b"]
 
 
 def measure(

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from benchmarks.record import write
+from faircopy.bench.record import write
 from faircopy.config import EngineConfig
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import build_engine

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,8 @@ from rich.console import Console
 
 from faircopy import __version__, bundled
 from faircopy.errors import ConfigError, FaircopyError, NumericsError, OutOfPages, RequestError
+from faircopy.terminal.bench import app as bench
+from faircopy.terminal.guard import stoppable, writable
 
 app = typer.Typer(
     name="faircopy",
@@ -26,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
@@ -38,25 +39,11 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus; 1 switches it off.")]
 Seed = Annotated[int | None, typer.Option(help="A fresh one if left out.")]
 BatchSize = Annotated[int, typer.Option("--batch", help="Sequences that run together at most.")]
-Strategy = Annotated[str, typer.Option(help="How a ragged batch is held.")]
+Strategy = Annotated[str, typer.Option(help="How a ragged batch is held: docs/strategies.md.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 File = Annotated[Path | None, typer.Option("--file", help="Prompts: .txt, one a line, or .jsonl with prompt or turns.")]
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts; standard input if there are none.")]
-
-
-def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C ends a command cleanly, whatever it is doing."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(1) from None
-
-    return run
 
 
 @app.callback(invoke_without_command=True)
@@ -67,7 +54,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 
 @app.command()
-@_stoppable
+@stoppable
 def generate(
     prompts: Prompts = None,
     file: File = None,
@@ -93,7 +80,7 @@ def generate(
 
     asked = read_prompts(prompts or [], file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    _writable("--out", out)
+    writable("--out", out)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, dtype=dtype, device=device)
     if explain:
         print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
@@ -102,7 +89,7 @@ def generate(
 
 
 @app.command()
-@_stoppable
+@stoppable
 def chat(
     target: Target = None,
     draft: Draft = None,
@@ -123,7 +110,7 @@ def chat(
 
 
 @app.command()
-@_stoppable
+@stoppable
 def demo(
     target: Target = None,
     draft: Draft = None,
@@ -140,7 +127,7 @@ def demo(
 
 
 @app.command()
-@_stoppable
+@stoppable
 def audit(
     prompts: Prompts = None,
     file: File = None,
@@ -169,7 +156,7 @@ def audit(
     from faircopy.audit.report import print_report
 
     asked = _audited_prompts(prompts, file, own=target is None and not url, limit=limit)
-    _writable("--html", html)
+    writable("--html", html)
     if url and (target or draft or k or batch):
         raise ConfigError("--url", url, "given beside options for models", "audit servers or models, not both at once")
     console = Console(stderr=as_json)
@@ -207,7 +194,7 @@ def audit(
 
 
 @app.command()
-@_stoppable
+@stoppable
 def train(
     what: Annotated[str, typer.Argument(help="'head' or 'draft'.")],
     data: Annotated[list[Path], typer.Option(help="Text (.txt) or .jsonl with text, or prompts to answer.")],
@@ -268,18 +255,6 @@ def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
     if not own:
         return drafts or ["ngram"]
     return [bundled.named(draft) for draft in drafts] if drafts else [bundled.draft(), "ngram"]
-
-
-def _writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before hours are spent on what should go into it."""
-    if path is None:
-        return
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(
-            option, str(path), f"cannot be written ({error.strerror})", "pass a file in a folder"
-        ) from error
 
 
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:

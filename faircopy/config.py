@@ -12,7 +12,7 @@ import torch
 
 from faircopy.errors import ConfigError
 
-STRATEGIES = ("ragged",)
+STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_RESERVE = 2 << 30  # bytes left alone on a GPU: contexts, graphs, other people's scratch
@@ -37,6 +37,9 @@ class EngineConfig:
     graphs: bool = True  # on a GPU: capture the steady state
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
+    refill: bool | None = None  # newcomers join a running batch; None: as the strategy was published
+    pool_window: int | None = None  # strategy "pool": sequences to choose from; None: 48, or two batches
+    pool_sort: bool = False  # strategy "pool": shortest prompts first
 
     def __post_init__(self) -> None:
         self._whole("k", 0)
@@ -46,9 +49,18 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse", "graphs"):
+        for name in ("exact", "prefix_reuse", "graphs", "pool_sort", *(() if self.refill is None else ("refill",))):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
+        if self.pool_window is not None:
+            self._whole("pool_window", 1)
+            if self.pool_window < self.max_batch:
+                raise ConfigError(
+                    "pool_window",
+                    self.pool_window,
+                    f"below max_batch = {self.max_batch}",
+                    "raise it, or lower max_batch",
+                )
 
         self.torch_device()
 
@@ -65,6 +77,10 @@ class EngineConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", self.device, "no GPU is visible", "use device='cpu'")
         return device
+
+    def window(self) -> int:
+        """How many sequences the strategy "pool" chooses from."""
+        return max(48, 2 * self.max_batch) if self.pool_window is None else self.pool_window
 
     def chunk_on(self, device: torch.device) -> int:
         """Prompt tokens fed per step at most."""

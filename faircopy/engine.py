@@ -12,7 +12,7 @@ from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.reader import HeadDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
-from faircopy.layout.base import LayerShape, cache_dtype
+from faircopy.layout.base import LayerShape, Layout, cache_dtype
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
@@ -22,6 +22,7 @@ from faircopy.model.runner import Runner
 from faircopy.plan.length import FixedLength
 from faircopy.plan.room import pass_bytes
 from faircopy.scheduler import Scheduler, Wish
+from faircopy.strategy import STRATEGIES
 from faircopy.types import Batch, Draft, Output, Request, Sequence, check_draft
 from faircopy.verify.base import Verifier
 from faircopy.verify.exact import ExactVerifier
@@ -48,6 +49,7 @@ class Engine:
     ) -> None:
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.wish, self.eos, self.replay = scheduler, wish, eos, replay
+        self.layouts = [target.layout]  # and those of a draft model
         self.meter = Meter()
         self._flight: Flight | None = None  # a step launched and not landed
         self._next_id = 0
@@ -126,7 +128,7 @@ class Engine:
         self.target.layout.publish(batch, verdict)  # full pages may now be shared
         self.drafter.observe(batch, draft, result, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
-        self._record(draft, result.packed.size, 0, outputs)
+        self._record(draft, result.packed.size, result.packed.padded, outputs)
         return outputs
 
     def _forget_departed(self) -> None:
@@ -140,12 +142,13 @@ class Engine:
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += fed
         meter.tokens_padded += padded
-        meter.rows_moved = self.target.layout.moved
+        meter.rows_moved = sum(layout.moved for layout in self.layouts)
         meter.pages_held, meter.pages_peak = held, max(meter.pages_peak, held)
         meter.drafted += sum(map(len, draft.tokens))
         meter.accepted += sum(output.accepted for output in outputs)
         meter.emitted += sum(len(output.tokens) for output in outputs)
         meter.preemptions, meter.tokens_reused = self.scheduler.preemptions, self.scheduler.reused
+        meter.grouped_steps = self.scheduler.grouped
 
 
 def check_request(request: Request, model: Model, tables: Tables) -> None:
@@ -197,21 +200,31 @@ def build_engine(
     """
     config = config or EngineConfig()
     models: list[Model | Head] = [target] if draft is None else [target, draft]
-    tables = Tables(PagePool(page_count(models, config)), config.page, config.prefix_reuse)
-    runner = _runner(target, tables, config, suite)
-    chunk = config.chunk_on(target.device)
-    scheduler = Scheduler(tables, runner.layout.cached, config.max_batch, chunk)
+    strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
+    tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
+    layouts = [strategy.layout(tables, model, config, model is not target, suite) for model in models]
+    runner = Runner(target, layouts[0])
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), chunk)
     sampled = config.verifier == "rejection"
     if isinstance(draft, Head):
-        drafter = HeadDrafter(draft, _layout(draft, tables, config, suite), chunk, sampled, config.max_batch)
+        drafter = HeadDrafter(draft, _pages(layouts[1], config), chunk, sampled, config.max_batch)
     elif draft is not None:
-        drafter = ModelDrafter(_runner(draft, tables, config, suite), target.vocab, chunk, sampled)
+        drafter = ModelDrafter(Runner(draft, layouts[1]), target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()
     runner.wants = getattr(drafter, "wants", ())
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     replay = None if sampled or not config.graphs else build_replay(runner, drafter, tables, config)
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
+    engine = Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
+    engine.layouts = layouts
+    return engine
+
+
+def _pages(layout: Layout, config: EngineConfig) -> PagedLayout:
+    """A head reads rows where they lie in pages; a rectangle's padding has no states to read."""
+    if not isinstance(layout, PagedLayout):
+        raise ConfigError("strategy", config.strategy, "a draft head needs pages", "use strategy='ragged'")
+    return layout
 
 
 def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: EngineConfig) -> Replay | None:
@@ -227,15 +240,14 @@ def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: Engin
     return Replay(target, drafter, tables, config.max_batch)
 
 
-def page_count(models: Seq[Model | Head], config: EngineConfig) -> int:
-    """How many pages of all models' keys and values the memory holds, up to what a full batch could use."""
+def page_count(models: Seq[Model | Head], config: EngineConfig, most: int) -> int:
+    """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
     per_page = config.page * sum(_bytes(layer, model) for model in models for layer in model.layers)
-    useful = config.max_batch * -(-models[0].context // config.page)
     device = models[0].device
     measured = config.memory is None and device.type == "cuda"
     whole = [model for model in models if not isinstance(model, Head)] if measured else []
     passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole)
-    pages = min(config.cache_bytes(device, passes) // max(1, per_page), useful)
+    pages = min(config.cache_bytes(device, passes) // max(1, per_page), -(-most // config.page))
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")
     return pages
@@ -243,11 +255,3 @@ def page_count(models: Seq[Model | Head], config: EngineConfig) -> int:
 
 def _bytes(layer: LayerShape, model: Model | Head) -> int:
     return 2 * layer.kv_heads * layer.head_dim * cache_dtype(model.dtype, model.device).itemsize
-
-
-def _runner(model: Model, tables: Tables, config: EngineConfig, suite: Suite | None) -> Runner:
-    return Runner(model, _layout(model, tables, config, suite))
-
-
-def _layout(model: Model | Head, tables: Tables, config: EngineConfig, suite: Suite | None) -> PagedLayout:
-    return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite)

@@ -10,10 +10,11 @@ class Meter:
     """Totals since the engine began. Mean accepted length counts the target's own token too."""
 
     steps: int = 0
+    grouped_steps: int = 0  # of these, how many ran sequences chosen for having one length
     sequence_steps: int = 0  # verify passes, summed over sequences
     tokens_fed: int = 0  # rows the target computed
     tokens_padded: int = 0  # of these, rows that stood for nothing
-    rows_moved: int = 0  # keys and values copied to other slots
+    rows_moved: int = 0  # tokens' keys and values copied to other slots, in the caches of target and draft
     pages_held: int = 0  # now
     pages_peak: int = 0
     tokens_reused: int = 0  # prompt tokens found in the cache instead of computed

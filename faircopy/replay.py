@@ -146,8 +146,7 @@ class Replay:
         self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
         self._alive: list[Callable[[], None]] = []
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
-        pinned = self._graphs
-        self._controls = [torch.zeros(self._slots.control.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._controls = [self._on_host(self._slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._reports: dict[tuple[int, int, int], Tensor] = {}
         self._turn = 0
@@ -155,8 +154,10 @@ class Replay:
     def takes(self, batch: Batch) -> bool:
         """Whether this batch is in its steady state: one token to feed each, chains to guess, tokens to choose."""
         longest = self._drafter.longest if isinstance(self._drafter, Listens) else max(batch.room)
-        return len(batch) <= self._buckets[-1] and max(batch.room) <= longest and all(
-            self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs)
+        return (
+            len(batch) <= self._buckets[-1]
+            and max(batch.room) <= longest
+            and all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
         )
 
     def launch(self, seqs: list[Sequence], widths: list[int], after: Flight | None = None) -> Flight:
@@ -311,12 +312,15 @@ class Replay:
     def _report(self, space: Space) -> Tensor:
         key = (space.size, space.k, self._turn)
         if key not in self._reports:
-            self._reports[key] = torch.zeros(space.out.shape, dtype=torch.int32, pin_memory=self._graphs)
+            self._reports[key] = self._on_host(space.out.shape)
         return self._reports[key]
+
+    def _on_host(self, shape: torch.Size) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self._graphs)
 
     def _mark(self) -> torch.cuda.Event | None:
         if not self._graphs:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from faircopy.policy import first_come
+from faircopy.policy import Policy
 from faircopy.types import Batch, Decision, Draft, FinishReason, Output, Sequence, Verdict
 
 Wish = Callable[[Sequence], int]  # how many draft nodes a sequence should get, room permitting
@@ -23,9 +23,9 @@ class Ledger(Protocol):
 class Scheduler:
     """Decides who runs, and writes down what they gained."""
 
-    def __init__(self, ledger: Ledger, cached: Callable[[Sequence], int], max_batch: int, chunk: int) -> None:
+    def __init__(self, ledger: Ledger, cached: Callable[[Sequence], int], policy: Policy, chunk: int) -> None:
         self._ledger, self._cached = ledger, cached
-        self._max_batch, self._chunk = max_batch, chunk
+        self._policy, self._chunk = policy, chunk
         self._waiting: list[Sequence] = []  # in order of arrival
         self._running: list[Sequence] = []
         self._departed: list[Sequence] = []
@@ -37,6 +37,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def grouped(self) -> int:
+        """Steps whose sequences were chosen for having one length."""
+        return self._policy.grouped
 
     @property
     def running(self) -> list[Sequence]:
@@ -55,17 +60,21 @@ class Scheduler:
             self._finish(seq, "abort")
 
     def pick(self, wish: Wish) -> Batch:
-        """Who runs now: those running, oldest first, then newcomers, while pages and the prompt chunk last."""
+        """Who runs now: whom the policy chooses, while pages and the prompt chunk last."""
+        batch = self._pick(self._waiting, wish)
+        return batch if batch.seqs or not self._running else self._pick([], wish)  # nobody new fits: the others go on
+
+    def _pick(self, waiting: list[Sequence], wish: Wish) -> Batch:
         batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
-        for seq in first_come(self._running):
-            if seq in self._running:  # an older one may have taken its pages
+        for seq in self._policy.choose(self._running, waiting, self._cached):
+            if seq in self._running:
                 chunk -= self._schedule(batch, seq, chunk, wish)
-        while self._waiting and chunk > 0 and len(self._running) < self._max_batch and self.preemptions == before:
-            used = self._admit(batch, self._waiting[0], chunk, wish)
-            if used is None:
-                self._crowded = True
-                break
-            chunk -= used
+            elif chunk > 0 and self.preemptions == before:  # an older one may have taken somebody's pages
+                used = self._admit(batch, seq, chunk, wish)
+                if used is None:
+                    self._crowded = True
+                    break
+                chunk -= used
         return batch
 
     def follow(self, seqs: list[Sequence], most: int) -> list[Sequence]:
@@ -73,10 +82,10 @@ class Scheduler:
 
         Nobody, if somebody else should run, or if there is no room for two steps: then the one in the air must land.
         """
-        admits = self._waiting and len(self._running) < self._max_batch and not self._crowded
+        newcomers = [] if self._crowded else self._waiting
+        chosen = self._policy.choose(self._running, newcomers, self._cached)
         unsure = [seq for seq in seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
-        others = not set(self._running) <= set(seqs)
-        fits = not (admits or others) and all(
+        fits = set(chosen) <= set(seqs) and all(
             self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * most)) for seq in unsure
         )
         self._ahead = most if fits and unsure else 0
@@ -118,7 +127,7 @@ class Scheduler:
         return self._enter(batch, seq, upto, room)
 
     def _admit(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int | None:
-        """Let the first in the queue in, if its first chunk fits without taking from others; prompt tokens used."""
+        """Let a newcomer in, if its first chunk fits without taking from others; prompt tokens used."""
         known = self._ledger.open(seq)
         upto, room = self._share(seq, chunk, wish)
         if not self._ledger.reserve(seq, upto + room):
@@ -126,7 +135,8 @@ class Scheduler:
                 self._leave(seq)
                 return None
             room = 0
-        self._running.append(self._waiting.pop(0))
+        self._waiting.remove(seq)
+        self._running.append(seq)
         self.reused += known
         return self._enter(batch, seq, upto, room)
 

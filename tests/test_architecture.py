@@ -12,15 +12,15 @@ ROOT = Path(faircopy.__file__).parent
 # Lowest first. A module may import from its own room and from lower ones; rooms on one level do not know each other.
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"types", "rng", "config", "meter", "text"},
+    {"types", "rng", "config", "meter", "text", "html"},
     {"kernels"},
     {"layout", "sampling"},
     {"model"},
     {"scheduler", "policy", "drafters", "verify", "plan"},
-    {"replay"},
+    {"replay", "strategy"},
     {"engine"},
-    {"llm", "testing"},
-    {"bundled", "audit", "bench", "train"},
+    {"llm", "testing", "bundled"},
+    {"audit", "bench", "train"},
     {"terminal"},
     {"cli"},
 ]
@@ -70,7 +70,8 @@ def test_only_models_know_transformers() -> None:
 def test_the_core_needs_no_heavy_packages() -> None:
     for file, room, _, others in rooms():
         if room not in FOR_PEOPLE:
-            assert not others & {"typer", "rich", "fastapi", "uvicorn", "matplotlib", "triton"}, file
+            assert not others & {"typer", "rich", "fastapi", "uvicorn", "matplotlib"}, file
+            assert "triton" not in others or file.startswith("kernels/gpu/"), file
 
 
 def test_public_names_are_pinned() -> None:

@@ -4,6 +4,7 @@ interpreter, by `faircopy bench kernels` on the GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means th
 
 # the interpreter of Triton 3.6 has no products of bfloat16
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
+Scene = dict[str, Any]  # arguments of an attention kernel
 DTYPES = {"float32": torch.float32, "16 bits": HALF}
 TOLERANCE = {"float32": 1e-4, "16 bits": 1.2e-2}
 
@@ -25,20 +27,25 @@ TOLERANCE = {"float32": 1e-4, "16 bits": 1.2e-2}
 def checks() -> Iterator[Check]:
     """All of them, by name; each returns how far off it is, relative to what is allowed."""
     for name, dtype in DTYPES.items():
+        allowed = TOLERANCE[name]
         for bias in (False, True):
-            yield f"linear {name} bias={bias}", lambda d, t=dtype, n=name, b=bias: _linear(d, t, b) / TOLERANCE[n]
-        yield f"gated {name}", lambda d, t=dtype, n=name: _gated(d, t) / TOLERANCE[n]
-        yield f"norms {name}", lambda d, t=dtype, n=name: _norms(d, t) / TOLERANCE[n]
+            yield f"linear {name} bias={bias}", _within(allowed, _linear, dtype, bias)
+        yield f"gated {name}", _within(allowed, _gated, dtype)
+        yield f"norms {name}", _within(allowed, _norms, dtype)
         for kind in ("plain", "normed", "interleaved", "partial"):
-            yield f"heads {name} {kind}", lambda d, t=dtype, n=name, k=kind: _heads(d, t, k) / TOLERANCE[n]
+            yield f"heads {name} {kind}", _within(allowed, _heads, dtype, kind)
         for kind in ATTENTION:
-            yield f"attention {name} {kind}", lambda d, t=dtype, n=name, k=kind: _attention(d, t, k) / TOLERANCE[n]
+            yield f"attention {name} {kind}", _within(allowed, _attention, dtype, kind)
     yield "attention: splits change no bit", _splits
     yield "attention: rows do not know how many they are", _lonely
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
-    yield "pick", _pick
-    yield "step", _step
+    yield "pick: the same tokens", _pick
+    yield "step: the same state", _step
+
+
+def _within(allowed: float, run: Callable[..., float], *options: Any) -> Callable[[torch.device], float]:
+    return lambda device: run(device, *options) / allowed
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -69,7 +76,8 @@ def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
         outs = [layer.run(many, tile, 1)[0] for tile in tiles]
         worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
         for tile in (Tile(64, 32, 64, wide=True, high=3, apart=apart) for apart in (False, True)):
-            worst = max(worst, distance(layer.run(many, tile, 2).float().sum(0), linear.parts_twin(many, w, bias, 2).sum(0)))
+            parts = layer.run(many, tile, 2).float().sum(0)
+            worst = max(worst, distance(parts, linear.parts_twin(many, w, bias, 2).sum(0)))
     return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
 
 
@@ -95,7 +103,7 @@ def _norms(device: torch.device, dtype: torch.dtype) -> float:
         parts = _random(device, split, 5, 80, dtype=torch.float32 if split > 1 else dtype)
         x = _random(device, 5, 80, dtype=dtype)
         x[2, 3] = torch.nan
-        other, fine, well = x.clone(), torch.empty(5, dtype=torch.bool, device=device), torch.empty(5, dtype=torch.bool, device=device)
+        other, (fine, well) = x.clone(), torch.empty(2, 5, dtype=torch.bool, device=device)
         y = norm.add_norm(x, parts, weight, 1e-6, after, 0.5, fine)
         z = norm.add_norm_twin(other, parts, weight, 1e-6, after, 0.5, well)
         assert torch.equal(fine, well) and not bool(fine[2]), "a row that is not finite was not seen"
@@ -130,7 +138,7 @@ ATTENTION: dict[str, dict[str, float]] = {
 }
 
 
-def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 64, tree: bool = False) -> dict[str, object]:
+def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 64, tree: bool = False) -> Scene:
     """Three sequences of 1, 6 and 20 queries at lengths 3, 150 and 300; with a tree in the second."""
     page, kv, pages = 32, 2, 40
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()
@@ -152,22 +160,24 @@ def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 
     plan = attention.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, 12)
     pools = [_random(device, pages * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
     q = _random(device, row, kv * group, dim, dtype=dtype)
-    return {"q": q, "keys": pools[0], "values": pools[1], "positions": torch.tensor(positions, dtype=torch.int32, device=device), "plan": plan}
+    where = torch.tensor(positions, dtype=torch.int32, device=device)
+    return {"q": q, "keys": pools[0], "values": pools[1], "positions": where, "plan": plan}
 
 
 def _attention(device: torch.device, dtype: torch.dtype, kind: str) -> float:
-    given = dict(ATTENTION[kind])
+    given: dict[str, Any] = dict(ATTENTION[kind])
     shape = {name: int(given.pop(name)) for name in ("group", "dim") if name in given}
     scene = _scene(device, dtype, tree=bool(given.pop("tree", 0)), **shape)
     if given.pop("sinks", 0):
-        given["sinks"] = _random(device, scene["q"].shape[1])  # type: ignore[assignment, attr-defined]
-    window = {"window": int(given.pop("window", 0))}
-    twin = attention.attend_pages_twin(**scene, scale=0.3, **window, **given)  # type: ignore[arg-type]
+        given["sinks"] = _random(device, scene["q"].shape[1])
+    window: dict[str, Any] = {"window": int(given.pop("window", 0))}
+    twin = attention.attend_pages_twin(**scene, scale=0.3, **window, **given)
     return max(distance(_attend(scene, device, splits, **window, **given), twin) for splits in (1, 2))
 
 
-def _attend(scene: dict[str, object], device: torch.device, splits: int | None, **options: object) -> Tensor:
-    return attention.attend_pages(**scene, arrived=attention.counters(device).repeat(64), scale=0.3, splits=splits, **options)  # type: ignore[arg-type]
+def _attend(scene: Scene, device: torch.device, splits: int | None, **options: Any) -> Tensor:
+    arrived = attention.counters(device).repeat(64)
+    return attention.attend_pages(**scene, arrived=arrived, scale=0.3, splits=splits, **options)
 
 
 def _splits(device: torch.device) -> float:
@@ -179,8 +189,7 @@ def _splits(device: torch.device) -> float:
 def _lonely(device: torch.device) -> float:
     """The twenty rows of the longest sequence at once, six at a time, and one by one."""
     scene = _scene(device, HALF)
-    plan, q, positions = scene["plan"], scene["q"][7:], scene["positions"][7:]  # type: ignore[index]
-    assert isinstance(plan, attention.PagePlan)
+    plan, q, positions = scene["plan"], scene["q"][7:], scene["positions"][7:]
     results = []
     for many in (20, 6, 1):
         outs = []
@@ -198,11 +207,10 @@ def _tree_bits(device: torch.device) -> float:
     scene = _scene(device, HALF, tree=True)
     out = _attend(scene, device, None)
     plan = scene["plan"]
-    assert isinstance(plan, attention.PagePlan)
-    keys, values, q = (scene[name].clone() for name in ("keys", "values", "q"))  # type: ignore[attr-defined]
+    keys, values, q = (scene[name].clone() for name in ("keys", "values", "q"))
 
     def slot(index: int) -> int:
-        return int(plan.tables[1, index // plan.page]) * plan.page + index % plan.page
+        return int(plan.tables[1, index // plan.page] * plan.page + index % plan.page)
 
     for pool in (keys, values):
         moved = [pool[slot(150 + node)].clone() for node in (0, 2, 4)]
@@ -255,7 +263,8 @@ def _step(device: torch.device) -> float:
     outs = [torch.zeros(4, 10, dtype=torch.int32, device=device) for _ in range(2)]
     wrong = 0
     for turn in range(2):
-        chosen = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5], [7, -1, 7, 7], [1, 2, 1, 2]], dtype=torch.int32, device=device)
+        said = [[1, 2, 3, 4], [5, 5, 5, 5], [7, -1, 7, 7], [1, 2, 1, 2]]
+        chosen = torch.tensor(said, dtype=torch.int32, device=device)
         for (prepare, lookup, accept), slots, feed, out in zip(_STEPS, pairs, feeds, outs, strict=True):
             prepare(slots, feed, 4, 999)
             lookup(slots, feed, 1, 3)

@@ -10,15 +10,16 @@ from torch import Tensor
 from faircopy.model.base import Model
 from faircopy.model.loader import build_decoder
 
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3: dict[str, dict[str, Any]] = {
-    "qwen3-8b": dict(
-        hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": dict(
-        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True,
-    ),
+    "qwen3-8b": {
+        **_QWEN3, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "intermediate_size": 12288, "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        **_QWEN3, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "intermediate_size": 3072, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 

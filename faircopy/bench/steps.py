@@ -1,11 +1,13 @@
-"""What one pass costs on the device, by model shape, batch and rows per sequence, against the floor."""
+"""`faircopy bench steps`: what a pass costs on the device, by shape, batch and rows per sequence, against the floor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
 from faircopy.bench.timing import graph_ms
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
@@ -14,39 +16,73 @@ from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.types import Batch, Draft, Request, Sequence
 
-
-def scene(model: Model, batch: int, rows: int, context: int, page: int = 32) -> tuple[PagedLayout, Packed]:
-    """A layout filled with noise and a pass of `rows` tokens for each of `batch` sequences at this context."""
-    per = -(-(context + rows) // page)
-    tables = Tables(PagePool(batch * per), page, reuse=False)
-    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
-    for layer in range(len(model.layers)):
-        for pool in layout.pools(layer):
-            pool.normal_()
-    seqs = []
-    for n in range(batch):
-        seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(context)])
-        tables.open(seq)
-        tables.reserve(seq, context + rows)
-        layout.settle(seq, context - 1)
-        seqs.append(seq)
-    nodes = [list(range(1, rows)) for _ in seqs]
-    packed = layout.pack(Batch(seqs, [context] * batch, [rows - 1] * batch), Draft.chains(nodes))
-    return layout, packed
+PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
+PAGE = 32
 
 
-def step_ms(model: Model, batch: int, rows: int, context: int) -> float:
-    """Median milliseconds of one pass, as a graph."""
-    layout, packed = scene(model, batch, rows, context)
+def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+    """One row per shape and pass: milliseconds exact and on cuBLAS, medians of graph replays, and the floor."""
+    for name in names:
+        times: dict[bool, list[float]] = {}
+        for exact in (True, False):
+            model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"), exact)
+            times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
+            read = weight_bytes(model)
+            floors = [(read + cache_bytes(model, batch, context)) / rate * 1e3 for batch, _ in PASSES]
+            del model
+            torch.cuda.empty_cache()
+        for n, (batch, rows) in enumerate(PASSES):
+            yield {
+                "model": name, "batch": batch, "rows": rows, "context": context, "exact_ms": times[True][n],
+                "cublas_ms": times[False][n], "floor_ms": floors[n],
+            }  # fmt: skip
+
+
+def prompt_row(rate: float, name: str = "qwen3-8b", batch: int = 8, tokens: int = 1024) -> dict[str, Any]:
+    """Reading prompts: milliseconds, and the share of the measured matrix rate that its products reach."""
+    model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"))
+    ms = pass_ms(model, batch, tokens, tokens, first=True)
+    operations = 2 * batch * tokens * (weight_bytes(model, head=False) // 2)
+    return {
+        "model": name, "batch": batch, "prompt": tokens, "exact_ms": ms,
+        "share_of_matrix_rate": operations / ms * 1e3 / rate,
+    }  # fmt: skip
+
+
+def pass_ms(model: Model, batch: int, rows: int, context: int, first: bool = False) -> float:
+    """Median milliseconds of one pass, as a graph; first: the rows are the prompt itself."""
+    layout, packed = scene(model, batch, rows, context, first)
     with torch.no_grad():
         return graph_ms(lambda: model.forward(packed, layout))
 
 
-def weight_bytes(model: Any) -> int:
+def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
+    """A layout filled with noise and a pass of so many rows for each sequence at this context."""
+    tables = Tables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
+    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
+    for layer in range(len(model.layers)):
+        for pool in layout.pools(layer):
+            pool.normal_()
+    seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
+    for seq in seqs:
+        layout.settle(seq, 0 if first else context - 1)
+    nodes = [[] if first else list(range(1, rows)) for _ in seqs]
+    room = [len(chain) for chain in nodes]
+    return layout, layout.pack(Batch(seqs, [context] * batch, room), Draft.chains(nodes))
+
+
+def _sequence(n: int, length: int, tables: Tables, room: int) -> Sequence:
+    seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
+    tables.open(seq)
+    tables.reserve(seq, room)
+    return seq
+
+
+def weight_bytes(model: Any, head: bool = True) -> int:
     """Bytes of weights a pass reads: everything but the embedding's unread rows."""
-    layers = [p for layer in model._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return sum(p.weight.nbytes for p in [*layers, model._head])
+    products = [p for layer in model._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return sum(product.weight.nbytes for product in products + ([model._head] if head else []))
 
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:
-    return sum(2 * s.kv_heads * s.head_dim * 2 * batch * context for s in model.layers)
+    return sum(2 * shape.kv_heads * shape.head_dim * 2 * batch * context for shape in model.layers)

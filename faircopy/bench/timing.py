@@ -1,8 +1,9 @@
-"""How long device work takes: graphs of many calls, medians of replays, and the two ceilings everything is held against."""
+"""How long device work takes: graphs of many calls, medians of replays, and the two ceilings to hold them against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -36,7 +37,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int = 20, warm: int = 3) -> 
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return median(times)
+    return float(median(times))
 
 
 def graph_ms(run: Callable[[], object], repeats: int = 20) -> float:
@@ -61,8 +62,9 @@ def read_rate(gigabytes: float = 8.0) -> float:
     for block, rounds, warps in ((4096, 4, 8), (8192, 4, 8), (4096, 8, 4), (8192, 8, 16)):
         programs = -(-x.numel() // (block * rounds))
         out = torch.empty(programs, device="cuda")
-        run = lambda b=block, r=rounds, w=warps, p=programs, o=out: _read[(p,)](x, o, x.numel(), BLOCK=b, ROUNDS=r, num_warps=w)  # noqa: E501
-        best = max(best, x.numel() * 2 / (graph_ms(run, 5) * 1e-3))
+        shape = {"BLOCK": block, "ROUNDS": rounds, "num_warps": warps}
+        launch = partial(_read[(programs,)], x, out, x.numel(), **shape)
+        best = max(best, x.numel() * 2 / (graph_ms(launch, 5) * 1e-3))
     return best
 
 

@@ -126,7 +126,9 @@ def _rows(bucket: int, inner: int) -> Tensor:
 def _fastest(bench: Bench, bucket: int, gated: bool, split: int) -> tuple[float, Tile]:
     x = _rows(bucket, bench.layers[0].inner)
     outputs, tiles = bench.layers[0].outputs, candidates(ROWS[bucket], gated)
-    timed = [(bench_or_never(bench, x, tile, gated, split) + _adding(bucket, split, outputs, tile), tile) for tile in tiles]
+    timed = [
+        (bench_or_never(bench, x, tile, gated, split) + _adding(bucket, split, outputs, tile), tile) for tile in tiles
+    ]
     return min(timed, key=lambda pair: pair[0])
 
 
@@ -144,7 +146,11 @@ def bench_or_never(bench: Bench, x: Tensor, tile: Tile, gated: bool, split: int)
 
 def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
     """What the reader of unadded spans pays more, in seconds."""
-    return 0.0 if split == 1 or (tile.wide and not tile.apart) else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
+    return (
+        0.0
+        if split == 1 or (tile.wide and not tile.apart)
+        else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
+    )
 
 
 def write_table(file: Path, shapes: dict[str, Any], about: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.sampling import Row, choose, probabilities
@@ -73,8 +74,10 @@ class ModelDrafter:
         return seq not in self._mute and self._runner.layout.cached(seq) >= len(seq.tokens) - 2
 
     def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
+        layout = self._runner.layout
+        assert isinstance(layout, PagedLayout), "only pages are filled without the host"
         if k:
-            self._runner.layout.settle(seq, length + min(accepted, k - 1))
+            layout.settle(seq, length + min(accepted, k - 1))
 
     def _readable(self, batch: Batch) -> Batch:
         """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""

@@ -23,7 +23,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One step's tokens of all sequences, end to end: no padding. Everything that depends on lengths is here."""
+    """One step's tokens of all sequences; with pages, end to end. Everything that depends on lengths is here."""
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
@@ -37,6 +37,11 @@ class Packed:
     @property
     def size(self) -> int:
         return int(self.ids.shape[0])
+
+    @property
+    def padded(self) -> int:
+        """How many of the rows stand for nothing."""
+        return self.size - sum(self.fed) - sum(map(len, self.nodes))
 
 
 class Cache(Protocol):
@@ -66,7 +71,6 @@ class Layout(Cache, Protocol):
     def advance(self, batch: Batch) -> None: ...
     def commit(self, batch: Batch, verdict: Verdict) -> Verdict: ...
     def publish(self, batch: Batch, verdict: Verdict) -> None: ...
-    def settle(self, seq: Sequence, length: int) -> None: ...
     def forget(self, seq: Sequence) -> None: ...
 
 

@@ -98,12 +98,12 @@ def block_length(dim: int) -> int:
 
 
 @triton.jit
-def _merge(m, l, acc, m_new, l_new, acc_new):
+def _merge(m, total, acc, m_new, total_new, acc_new):
     """Running maximum, sum and output, and a later block's: exact for a block that saw nothing."""
     top = tl.maximum(m, m_new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - safe), tl.exp2(m_new - safe)
-    return top, tl.fma(l, old, l_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
+    return top, tl.fma(total, old, total_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _block(
     slot = page * PAGE + index % PAGE
     where = (slot[:, None] * KV + head) * D + dims[None, :]
     inside = tl.broadcast_to(at[:, None] <= last, (BN, dims.shape[0]))
-    if D != dims.shape[0]:
+    if dims.shape[0] != D:
         inside &= dims[None, :] < D
     precision: tl.constexpr = "ieee" if PRECISE else "tf32"
     key = tl.load(keys + where, mask=inside, other=0.0)
@@ -140,17 +140,19 @@ def _block(
     p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[None, :]).to(value.dtype)
     # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
     ones = tl.full((64, BN), 1.0, value.dtype)
-    l = tl.max(tl.dot(ones, p, input_precision=precision), 0)
-    return m, l, tl.dot(value.T, p, input_precision=precision).T
+    total = tl.max(tl.dot(ones, p, input_precision=precision), 0)
+    return m, total, tl.dot(value.T, p, input_precision=precision).T
 
 
 @triton.jit
-def _finish(m, l, acc, sinks, heads, inside, SINKS: tl.constexpr):
+def _finish(m, total, acc, sinks, heads, inside, SINKS: tl.constexpr):
     """Divide by the sum, shared with a score per head that has no value."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-        m, l, acc = _merge(m, l, acc, sink, tl.full(l.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
-    return acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        m, total, acc = _merge(
+            m, total, acc, sink, tl.full(total.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32)
+        )
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["window", "width", "blocks", "splits", "even"])
@@ -195,25 +197,25 @@ def _attend(
     query = tl.load(q + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
     if not SPLIT and not TREE:
         m = tl.full((BM,), float("-inf"), tl.float32)
-        l = tl.zeros((BM,), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
         for block in range(first, stop):
-            m_new, l_new, acc_new = _block(
+            m_new, total_new, acc_new = _block(
                 query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
                 KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
             )  # fmt: skip
-            m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
-        y = _finish(m, l, acc, sinks, heads, live, SINKS)
+            m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
+        y = _finish(m, total, acc, sinks, heads, live, SINKS)
         tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
     else:
         for block in range(first + split, stop, splits):
-            m_new, l_new, acc_new = _block(
+            m_new, total_new, acc_new = _block(
                 query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
                 KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
             )  # fmt: skip
             place = line * blocks + block
             tl.store(stats + place * 2, m_new, mask=live)
-            tl.store(stats + place * 2 + 1, l_new, mask=live)
+            tl.store(stats + place * 2 + 1, total_new, mask=live)
             tl.store(parts + place[:, None] * D + dims[None, :], acc_new, mask=inside)
         if not TREE:
             tl.debug_barrier()
@@ -222,7 +224,7 @@ def _attend(
             if arrived == tl.minimum(stop - first, splits) - 1:
                 tl.store(counter, 0)
                 m = tl.full((BM,), float("-inf"), tl.float32)
-                l = tl.zeros((BM,), tl.float32)
+                total = tl.zeros((BM,), tl.float32)
                 acc = tl.zeros((BM, DP), tl.float32)
                 for start in range(first, stop, 4):
                     for n in tl.static_range(4):  # four at once: the loads do not wait for each other
@@ -230,11 +232,11 @@ def _attend(
                         place = line * blocks + block
                         here = live & (block < stop)
                         m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
-                        l_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+                        total_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
                         where = parts + place[:, None] * D + dims[None, :]
                         acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
-                        m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
-                y = _finish(m, l, acc, sinks, heads, live, SINKS)
+                        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
+                y = _finish(m, total, acc, sinks, heads, live, SINKS)
                 tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -257,15 +259,15 @@ def _gather(
         first = tl.maximum(position - window + 1, 0) // BN
     line = row * HEADS + heads
     m = tl.full((HB,), float("-inf"), tl.float32)
-    l = tl.zeros((HB,), tl.float32)
+    total = tl.zeros((HB,), tl.float32)
     acc = tl.zeros((HB, DP), tl.float32)
     for block in range(first, position // BN + 1):
         place = line * blocks + block
         m_new = tl.load(stats + place * 2, mask=live, other=float("-inf"))
-        l_new = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
+        total_new = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
         acc_new = tl.load(parts + place[:, None] * D + dims[None, :], mask=inside, other=0.0)
-        m, l, acc = _merge(m, l, acc, m_new, l_new, acc_new)
-    y = _finish(m, l, acc, sinks, heads, live, SINKS)
+        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
+    y = _finish(m, total, acc, sinks, heads, live, SINKS)
     tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -290,7 +292,7 @@ def attend_pages(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks in parallel; None: as it pays."""
+    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks side by side; None: as pays."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
     tiles, height = plan.rows.shape
     tree, bn = plan.bases is not None, block_length(d)
@@ -300,19 +302,22 @@ def attend_pages(
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
-    common = dict(
-        HEADS=heads, D=d, DP=power(d, 16), BN=bn, WINDOWED=window > 0, SINKS=sinks is not None,
+    common = {
+        "HEADS": heads, "D": d, "DP": power(d, 16), "BN": bn, "WINDOWED": window > 0, "SINKS": sinks is not None,
         **options(q.device),
-    )  # fmt: skip
+    }  # fmt: skip
     bm = power(height * (heads // kv), 16)
     _attend[(tiles, kv, splits)](
-        q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases, plan.paths,
-        positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0), plan.blocks, splits, plan.even,
-        KV=kv, Q=1 if plan.even else height, BM=bm, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, CAPPED=softcap > 0, TREE=tree,
-        PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
+        q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases,
+        plan.paths, positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0),
+        plan.blocks, splits, plan.even,
+        KV=kv, Q=1 if plan.even else height, BM=bm, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0,
+        CAPPED=softcap > 0, TREE=tree, PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
     )  # fmt: skip
     if tree:
-        _gather[(rows, -(-heads // 4))](out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common)
+        _gather[(rows, -(-heads // 4))](
+            out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common
+        )
     return out
 
 
@@ -362,7 +367,7 @@ def attend_pages_twin(
 def _computes(plan: PagePlan, tile: int, position: int, dim: int) -> bool:
     """Whether the tile sees the row's own block; another may hold what lies before."""
     first, stop = plan.ranges[tile].tolist()
-    return first <= position // block_length(dim) < stop
+    return bool(first <= position // block_length(dim) < stop)
 
 
 def _slots(plan: PagePlan, tile: int, at: Tensor) -> Tensor:

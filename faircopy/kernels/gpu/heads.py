@@ -13,7 +13,9 @@ from faircopy.kernels.rope import rotate
 
 
 @triton.jit
-def _read(parts, row, rows, heads, dims, inside, WIDTH: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, kind: tl.constexpr):
+def _read(
+    parts, row, rows, heads, dims, inside, WIDTH: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, kind: tl.constexpr
+):
     """Some heads of one row, spans added in order, as the product's type has them."""
     total = tl.zeros((heads.shape[0], dims.shape[0]), tl.float32)
     for span in tl.static_range(SPLIT):

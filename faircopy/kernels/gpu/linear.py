@@ -29,13 +29,12 @@ def activated(x, KIND: tl.constexpr):
     """An activation in float32."""
     if KIND == "silu" or KIND == "swish":
         return x / (1.0 + tl.exp(-x))
-    elif KIND == "gelu":
+    if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "relu":
+    if KIND == "relu":
         return tl.maximum(x, 0.0)
-    else:
-        inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
-        return x / (1.0 + tl.exp(-2.0 * inner))
+    inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+    return x / (1.0 + tl.exp(-2.0 * inner))
 
 
 @triton.jit
@@ -51,9 +50,7 @@ def _fetch(w, cols, N, K, first, AHEAD: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    acc, x, w, rows, cols, first, last, M, N, K, BK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr
-):
+def _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr):
     """acc += x[rows, first:last] @ w[cols, first:last].T"""
     x_rows = tl.minimum(rows, M - 1)[:, None].to(tl.int64) * K
     w_rows = tl.minimum(cols, N - 1)[None, :].to(tl.int64) * K
@@ -260,10 +257,10 @@ class Linear:
         parts, kind = (split, torch.float32) if spans == "apart" else (1, x.dtype)
         outputs = self.outputs if gate == "none" else self.outputs // 2
         out = torch.empty(parts, x.shape[0], outputs, dtype=kind, device=x.device)
-        common = dict(
-            BM=t.bm, BN=t.bn, BK=t.bk, GATE=gate, BIASED=self.bias is not None, EARLY=self.weight.nbytes < SHORT,
-            num_warps=t.warps, num_stages=t.stages, **options(x.device),
-        )  # fmt: skip
+        common = {
+            "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,
+            "EARLY": self.weight.nbytes < SHORT, "num_warps": t.warps, "num_stages": t.stages, **options(x.device),
+        }  # fmt: skip
         if t.wide:
             self._wide(x, t, split, spans, out, common)
         else:

@@ -19,7 +19,9 @@ def _normalised(x, weight, at, inside, eps, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["apart"])
-def _embed(ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embed(
+    ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < N
@@ -28,13 +30,16 @@ def _embed(ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.conste
     value = tl.load(table + token * N + at, mask=inside, other=0.0).to(tl.float32) * multiplier
     value = value.to(x.dtype.element_ty)
     tl.store(x + row * N + at, value, mask=inside)
-    tl.store(y + row * N + at, _normalised(value.to(tl.float32), weight, at, inside, eps, N).to(y.dtype.element_ty), inside)
+    tl.store(
+        y + row * N + at, _normalised(value.to(tl.float32), weight, at, inside, eps, N).to(y.dtype.element_ty), inside
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     x, parts, after, weight, y, healthy, rows, multiplier, eps,
-    N: tl.constexpr, SPLIT: tl.constexpr, AFTER: tl.constexpr, WATCH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, SPLIT: tl.constexpr, AFTER: tl.constexpr, WATCH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

@@ -115,7 +115,9 @@ def _lookup(
         length = tl.zeros((BLOCK,), tl.int64)
         for m in tl.static_range(1, LONG + 1):
             reaches = alive & (end >= m)
-            alive = reaches & (tl.load(text + end - m, mask=reaches, other=-1) == tl.load(text + n - m, mask=n >= m, other=-2))
+            alive = reaches & (
+                tl.load(text + end - m, mask=reaches, other=-1) == tl.load(text + n - m, mask=n >= m, other=-2)
+            )
             length += alive.to(tl.int64)
         rank = tl.where(length >= SHORT, (length << 32) + end, 0)
         best = tl.maximum(best, tl.max(rank, 0))
@@ -211,7 +213,8 @@ def accept(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor) -> None:
     """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2]."""
     size, width = feed.ids.shape
     _accept[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, chosen, out, slots.control.stride(0), slots.history.stride(0),
+        slots.control, slots.lengths, slots.history, feed.ids, chosen, out, slots.control.stride(0),
+        slots.history.stride(0),
         W=width, WP=power(width, 2), num_warps=1, **options(feed.ids.device),
     )  # fmt: skip
 

@@ -85,8 +85,10 @@ def plan(device: torch.device, outputs: int, inner: int) -> Plan:
     known = read(device_class(device)).get(f"{outputs}x{inner}")
     if known is None:
         return Plan(default_split(outputs, inner), shape=(outputs, inner))
-    tiles = ({int(rows): _tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated"))
-    return Plan(known["split"], *tiles, shape=(outputs, inner))
+    plain, gated = (
+        {int(rows): _tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated")
+    )
+    return Plan(known["split"], plain, gated, (outputs, inner))
 
 
 def _tile(values: list[int]) -> Tile:

@@ -1,0 +1,313 @@
+"""Everything issue-sized about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
+
+python -m benchmarks.gpu --out FOLDER [--parts kernels steps exact speed transformers] [--minutes 8] [--small]
+
+Results are written as they come, one JSON file per part. --small runs the whole script on tiny shapes, on any device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faircopy import LLM, SamplingParams, bundled
+from faircopy.bench.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
+from faircopy.bench.record import write
+from faircopy.bench.shapes import QWEN3
+from faircopy.model.loader import load_eos, load_model, load_tokenizer
+from faircopy.model.selftest import self_test
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+Rows = Iterator[dict[str, Any]]
+BEGIN = time.perf_counter()
+
+
+def say(row: dict[str, Any]) -> None:
+    shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+    print(f"[{time.perf_counter() - BEGIN:6.1f}]", json.dumps(shown), flush=True)
+
+
+class Session:
+    """Models made once, and the deadline."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.tokenizer: Any = load_tokenizer(bundled.target())
+        self._widened: tuple[Any, Any] | None = None
+        self._universal: Any | None = None
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() - BEGIN > 60 * self.args.minutes
+
+    def prompts(self, count: int) -> list[list[int]]:
+        texts = bundled.prompts()
+        return [list(self.tokenizer.encode(texts[n % len(texts)]))[: 24 + n % 41] for n in range(count)]
+
+    def widened(self) -> tuple[Any, Any]:
+        if self._widened is None:
+            shapes = (TINY, TINY) if self.args.small else tuple(QWEN3.values())
+            kind = torch.float32 if self.device == "cpu" else torch.bfloat16
+            pair = [
+                inflated_model(source, shape, dtype=kind, device=self.device)
+                for source, shape in zip((bundled.target(), bundled.draft()), shapes, strict=True)
+            ]
+            for model in pair:
+                model.eos = load_eos(bundled.target())  # type: ignore[attr-defined]
+            self._widened = (pair[0], pair[1])
+        return self._widened
+
+    def llm(self, which: str, draft: str | None, **options: Any) -> LLM:
+        if which == "widened":
+            target, small = self.widened()
+            own = small if draft == "model" else draft
+            return LLM(target, own, tokenizer=self.tokenizer, **options)
+        own = bundled.draft() if draft == "model" else draft
+        if which == "universal":
+            target = self.universal()
+            return LLM(target, own, tokenizer=self.tokenizer, device=self.device, dtype=NAMES[target.dtype], **options)
+        return LLM(bundled.target(), own, device=self.device, **options)
+
+    def universal(self) -> Any:
+        """The bundled target through the door that serves any transformers model."""
+        if self._universal is None:
+            kind = torch.float32 if self.device == "cpu" else torch.bfloat16
+            self._universal = load_model(bundled.target(), kind, torch.device(self.device), True, "universal")
+            self_test(self._universal, True)
+        return self._universal
+
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "head_dim": 64,
+    "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4352, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def kernels(session: Session) -> Rows:
+    from faircopy.bench.kernels import attention_rows, product_rows
+    from faircopy.bench.timing import matrix_rate, read_rate
+
+    rate = read_rate()
+    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": matrix_rate()}
+    yield from attention_rows(rate)
+    yield from product_rows(rate)
+
+
+def steps(session: Session) -> Rows:
+    from faircopy.bench.steps import prompt_row, step_rows
+    from faircopy.bench.timing import matrix_rate, read_rate
+
+    rate, operations = read_rate(), matrix_rate()
+    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": operations}
+    yield from step_rows(rate)
+    yield prompt_row(operations)
+
+
+def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=tokens, temperature=temperature, seed=n, ignore_eos=True) for n in range(count)]
+
+
+def exact(session: Session) -> Rows:
+    """Texts of every way to run against plain decoding; plain decoding in a batch against plain decoding alone."""
+    small = session.args.small
+    for which, count, alone, tokens in (("widened", 256, 24, 128), ("bundled", 512, 64, 256), ("universal", 16, 4, 24)):
+        count, alone, tokens = (8, 2, 12) if small else (count, alone, tokens)
+        prompts = session.prompts(count)
+        for temperature in (0.0, 0.8):
+            if session.late:
+                return
+            wanted = params(count, tokens, temperature)
+            plain = texts(session.llm(which, None, k=0, max_batch=64), prompts, wanted)
+            lonely = texts(session.llm(which, None, k=0, max_batch=1), prompts[:alone], wanted[:alone])
+            yield verdict(which, temperature, {"plain": "batch 64 against batch 1"}, lonely, plain[:alone])
+            for drafter, k, options, share in ways(which):
+                if session.late:
+                    return
+                part = max(1, count // share)
+                llm = session.llm(which, drafter, k=k, **options)
+                got = texts(llm, prompts[:part], wanted[:part])
+                about = {"drafter": drafter, "k": k, **options, **counts(llm)}
+                yield verdict(which, temperature, about, plain[:part], got)
+                del llm
+
+
+def ways(which: str) -> list[tuple[str, int, dict[str, Any], int]]:
+    """Drafter, k, options, and the share of the prompts that is run."""
+    squeezed = {"bundled": "12MiB", "widened": "1300MiB", "universal": "12MiB"}[which]
+    if which == "universal":
+        return [("model", 3, {"max_batch": 32}, 1), ("ngram", 4, {"max_batch": 16, "memory": squeezed, "chunk": 96}, 1)]
+    return [
+        ("model", 5, {"max_batch": 64}, 1),
+        ("model", 2, {"max_batch": 32}, 2),
+        ("model", 8, {"max_batch": 8}, 8),
+        ("model", 4, {"max_batch": 1}, 32),
+        ("ngram", 4, {"max_batch": 64}, 2),
+        ("ngram", 7, {"max_batch": 8}, 16),
+        ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 4),
+    ]
+
+
+def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:
+    return [answer.token_ids for answer in llm.generate(prompts, wanted, progress=False)]
+
+
+def counts(llm: LLM) -> dict[str, Any]:
+    numbers = llm.metrics()
+    return {name: numbers[name] for name in ("steps", "acceptance", "preemptions", "tokens_per_step")}
+
+
+def verdict(
+    which: str, temperature: float, about: dict[str, Any], a: list[list[int]], b: list[list[int]]
+) -> dict[str, Any]:
+    same = sum(x == y for x, y in zip(a, b, strict=True))
+    return {"pair": which, "temperature": temperature, **about, "identical": same, "of": len(a)}
+
+
+def speed(session: Session) -> Rows:
+    """Tokens a second of the widened pair, plain and drafted, and the device's idle time between steps."""
+    small = session.args.small
+    tokens = 10 if small else 128
+    for batch in (1, 8) if small else (1, 8, 32, 64):
+        prompts, wanted = session.prompts(batch), params(batch, tokens, 0.0)
+        for drafter, k in ((None, 0), ("model", 4 if batch <= 8 else 3), *((("ngram", 3),) if batch == 8 else ())):
+            if session.late:
+                return
+            llm = session.llm("widened", drafter, k=k, max_batch=batch, memory="16MiB" if small else "24GiB")
+            texts(llm, prompts, params(batch, 6, 0.0))
+            clock = Gaps(llm)
+            rate, before = timed(llm, prompts, wanted), llm.metrics()["steps"]
+            yield {
+                "pair": "widened", "batch": batch, "drafter": drafter or "none", "k": k, "tokens_per_s": rate,
+                "steps": before, **clock.summary(), **{n: counts(llm)[n] for n in ("acceptance", "tokens_per_step")},
+            }  # fmt: skip
+            del llm, clock
+
+
+def timed(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    count = sum(map(len, texts(llm, prompts, wanted)))
+    synchronize()
+    return count / (time.perf_counter() - begin)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Gaps:
+    """Marks the beginning and end of each replayed step on the device's own clock."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.marks: list[tuple[Any, Any]] = []
+        replay = llm.engine.replay
+        if replay is not None and torch.cuda.is_available():
+            for place, (space, run) in list(replay._spaces.items()):
+                replay._spaces[place] = (space, self._marked(run))
+
+    def _marked(self, run: Any) -> Any:
+        def marked() -> None:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair[0].record()
+            run()
+            pair[1].record()
+            self.marks.append(pair)
+
+        return marked
+
+    def summary(self) -> dict[str, float]:
+        """Medians over the steps in the middle, in milliseconds."""
+        if len(self.marks) < 8:
+            return {}
+        torch.cuda.synchronize()
+        inner = self.marks[2:-3]
+        gaps = sorted(a[1].elapsed_time(b[0]) for a, b in pairwise(inner))
+        times = sorted(a.elapsed_time(b) for a, b in inner)
+        gap, step = gaps[len(gaps) // 2], times[len(times) // 2]
+        return {"step_ms": step, "gap_ms": gap, "gap_share": gap / (gap + step)}
+
+
+def transformers(session: Session) -> Rows:
+    """The same weights in transformers: generate() in a batch, and assistant_model= alone."""
+    shapes = (TINY, TINY) if session.args.small else tuple(QWEN3.values())
+    target, draft = (
+        stock(s, c, session.device) for s, c in zip((bundled.target(), bundled.draft()), shapes, strict=True)
+    )
+    tokens = 8 if session.args.small else 48
+    for batch in (1, 8) if session.args.small else (1, 8, 32, 64):
+        if session.late:
+            return
+        yield {"generate": "batched", "batch": batch, "tokens_per_s": generated(session, target, batch, tokens)}
+    yield {
+        "generate": "assistant_model", "batch": 1,
+        "tokens_per_s": generated(session, target, 1, tokens, assistant_model=draft),
+    }  # fmt: skip
+
+
+def stock(source: str, shape: dict[str, Any], device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    state, config = read_checkpoint(source)
+    kind = torch.float32 if device == "cpu" else torch.bfloat16
+    wide = inflated_config(config, shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(wide, dtype=kind)
+    model.load_state_dict(inflated_state(state, config, shape, dtype=kind, device=device), assign=True, strict=False)
+    model.tie_weights()
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(wide)  # its buffers are in no state
+    return model.eval()
+
+
+def generated(session: Session, model: Any, batch: int, tokens: int, **options: Any) -> float:
+    prompts = [prompt[:24] for prompt in session.prompts(batch)]
+    ids = torch.tensor(prompts, device=session.device)
+    ask = {
+        "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens,
+        "min_new_tokens": tokens, "pad_token_id": 0, **options,
+    }  # fmt: skip
+    with torch.no_grad():
+        model.generate(ids, **{**ask, "max_new_tokens": 3, "min_new_tokens": 3})
+        synchronize()
+        begin = time.perf_counter()
+        out = model.generate(ids, **ask)
+        synchronize()
+    return (out.shape[1] - ids.shape[1]) * batch / (time.perf_counter() - begin)
+
+
+PARTS = {"kernels": kernels, "steps": steps, "exact": exact, "speed": speed, "transformers": transformers}
+
+
+def collect(rows: Iterable[dict[str, Any]], file: Path, settings: dict[str, Any]) -> None:
+    """Write after every row: a run that is cut short leaves what it had."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        say(row)
+        found.append(row)
+        write(str(file), settings, found)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement is begun after this")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args(arguments)
+    session = Session(args)
+    for part in args.parts:
+        if not session.late:
+            collect(PARTS[part](session), Path(args.out) / f"gpu-{part}.json", vars(args))
+
+
+if __name__ == "__main__":
+    main()

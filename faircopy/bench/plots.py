@@ -1,0 +1,70 @@
+"""Pictures of results: lines over batch sizes, and stacked shares of time."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from faircopy.bench.phases import PHASES
+from faircopy.errors import ConfigError
+
+_COLOURS = {
+    "plain": "#777777", "ragged": "#1b7f4b", "ems": "#7fbf7b", "unpad_inputs": "#5ab4d6", "unpad_cache": "#2166ac",
+    "padded": "#c23b2e", "realign": "#e08214", "pool": "#8073ac",
+}  # fmt: skip
+_SHADES = ("#9ecae1", "#3182bd", "#31a354", "#e6550d", "#bdbdbd")
+
+
+def plot_lines(
+    file: Path, title: str, label: str, lines: dict[str, list[tuple[int, float]]], one: bool = False
+) -> None:
+    """A line per strategy over batch sizes; with `one`, a line where nothing is gained."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+    for name, points in lines.items():
+        style = {"linestyle": "--"} if "," in name else {}
+        width = 2.6 if name == "ragged" else 1.6
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, color=_colour(name), linewidth=width, **style)
+    batches = sorted({batch for points in lines.values() for batch, _ in points})
+    axes.set(xlabel="batch", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    if one:
+        axes.axhline(1.0, color="#777777", linewidth=1, linestyle=":")
+    _finish(file, title, figure, axes)
+
+
+def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, float]]) -> None:
+    """A bar per strategy and batch, cut into phases."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(max(6.4, 0.42 * len(stacks)), 4.2))
+    bottom = [0.0] * len(stacks)
+    for phase, shade in zip(PHASES, _SHADES, strict=True):
+        heights = [share[phase] for share in stacks.values()]
+        axes.bar(range(len(stacks)), heights, bottom=bottom, label=phase, color=shade, width=0.8)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_xticks(range(len(stacks)), [f"{name} {batch}" for name, batch in stacks], rotation=90, fontsize=7)
+    axes.set(ylabel="share of time", ylim=(0, 1.15))
+    _finish(file, title, figure, axes, columns=len(PHASES))
+
+
+def _pyplot() -> Any:
+    try:
+        import_module("matplotlib").use("Agg")  # no window; imported here because only pictures need it
+    except ImportError as error:
+        raise ConfigError("plots", "matplotlib", "not installed", 'pip install "faircopy[bench]"') from error
+    return import_module("matplotlib.pyplot")
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name.partition(",")[0], "#000000")
+
+
+def _finish(file: Path, title: str, figure: Any, axes: Any, columns: int = 1) -> None:
+    axes.set_title(title, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=columns)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    _pyplot().close(figure)

@@ -1,0 +1,67 @@
+"""Result files that say where their numbers come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from faircopy import __version__
+from faircopy.errors import CheckpointError
+
+
+@cache
+def origin() -> dict[str, Any]:
+    """Commit, versions and device of the numbers this process makes; the commit is the one it began with."""
+    return {
+        "commit": _commit(),
+        "versions": {
+            "faircopy": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "device": _device(),
+    }
+
+
+def write(path: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One JSON file: origin, settings, rows."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """One line per record; what is in the file stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that `append` made."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read ({error})"
+        raise CheckpointError("results", str(path), problem, "pass a file that `faircopy bench run` wrote") from error
+
+
+def _commit() -> str:
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    kind = platform.processor() or platform.machine()
+    return f"CPU {kind}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

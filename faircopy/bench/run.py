@@ -1,0 +1,268 @@
+"""Measure strategies against each other: the same prompts, interleaved repeats, every text compared with plain."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faircopy.bench.phases import PHASES, profiled
+from faircopy.bench.record import origin
+from faircopy.bench.workloads import Workload
+from faircopy.config import EngineConfig
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.engine import Engine, build_engine
+from faircopy.errors import ConfigError
+from faircopy.layout.base import cache_dtype
+from faircopy.model.base import Model
+from faircopy.strategy import STRATEGIES
+from faircopy.types import Request, SamplingParams
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the latter for one thread on a busy machine
+DRAFTERS = ("none", "ngram", "model")
+COUNTERS = (
+    "steps", "grouped_steps", "sequence_steps", "tokens_fed", "tokens_padded", "rows_moved", "drafted", "accepted",
+    "emitted", "preemptions",
+)  # fmt: skip
+Progress = Callable[[str, int, int], None]  # what runs, how many runs are done, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way of decoding."""
+
+    strategy: str
+    drafter: str
+    batch: int
+    k: int
+    refill: bool | None = None  # None: as the strategy was published
+
+    @property
+    def name(self) -> str:
+        """What a table calls it, batch and k aside."""
+        if self.drafter == "none" and self.strategy == "ragged":
+            return "plain"
+        published = self.refill is None or self.refill == STRATEGIES[self.strategy].refills
+        return self.strategy if published else f"{self.strategy}, {'refilled' if self.refill else 'whole batches'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The models, and how often everything is run."""
+
+    target: Model
+    draft: Model | None = None
+    repeats: int = 3
+    warmup: int = 1
+    profile: bool = True
+    budget: float = float("inf")  # seconds per batch size: repeats stop once they are spent
+    options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
+    settings: dict[str, Any] = field(default_factory=dict)  # said in the result file, not used
+    clock: str = "wall"
+
+    def __post_init__(self) -> None:
+        if self.clock not in CLOCKS:
+            raise ConfigError("clock", self.clock, "unknown", f"use one of {', '.join(CLOCKS)}")
+        for name, least in (("repeats", 1), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"below {least}", f"pass {least} or more")
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one run over a workload gave. Steps that read prompts are not counted as decoding."""
+
+    texts: list[list[int]]
+    seconds: float
+    decode_seconds: float
+    decoded: int
+    counters: dict[str, float]
+    peak: int  # bytes of the target's keys and values at most
+    device_peak: int  # bytes of everything on a GPU at most
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A case on its way."""
+
+    case: Case
+    engine: Engine
+    passes: list[Pass] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+def run(
+    bench: Bench, workload: Workload, cases: list[Case], prompts: int, progress: Progress, waves: int = 1
+) -> Iterator[dict[str, Any]]:
+    """One record per case. Each answers this many prompts, or more: whole batches of them, at least `waves`.
+
+    Plain decoding is measured beside them at every batch size.
+    """
+    cases = [case for case in cases if checked(bench, case).name != "plain"]
+    for batch in sorted({case.batch for case in cases}):
+        group = [Case("ragged", "none", batch, 0), *(case for case in cases if case.batch == batch)]
+        yield from _together(bench, workload.first(max(-(-prompts // batch), waves) * batch), group, progress)
+
+
+def _together(bench: Bench, workload: Workload, cases: list[Case], progress: Progress) -> list[dict[str, Any]]:
+    """Records of cases with one batch size, the first of them plain decoding."""
+    entries = [_Entry(case, make_engine(bench, case, workload)) for case in cases]
+    _measure(bench, entries, workload, progress)
+    texts = entries[0].passes[0].texts
+    return [origin() | _record(bench, workload, entry, texts) for entry in entries]
+
+
+def checked(bench: Bench, case: Case) -> Case:
+    """The case, or what is wrong with it before anything has run."""
+    if case.drafter not in DRAFTERS:
+        raise ConfigError("drafter", case.drafter, "unknown", f"use one of {', '.join(DRAFTERS)}")
+    if case.drafter == "model" and bench.draft is None:
+        raise ConfigError("drafter", "model", "there is no draft model", "pass --draft")
+    EngineConfig(strategy=case.strategy, max_batch=case.batch, k=case.k, refill=case.refill)
+    return case
+
+
+def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
+    """An engine with room for the whole batch; known prefixes would make repeats free, so they are not kept."""
+    config = EngineConfig(
+        **{
+            "strategy": case.strategy,
+            "k": case.k,
+            "max_batch": case.batch,
+            "refill": case.refill,
+            "prefix_reuse": False,
+            "chunk": 1 << 20,
+            "memory": _memory(bench, case, workload),
+            "device": bench.target.device.type,
+            **bench.options,
+        }
+    )
+    drafter = NgramDrafter(config.lookup_min, config.lookup_max) if case.drafter == "ngram" else None
+    return build_engine(bench.target, drafter, draft=bench.draft if case.drafter == "model" else None, config=config)
+
+
+def _memory(bench: Bench, case: Case, workload: Workload) -> int:
+    """Bytes for the longest row of a shared length, twice over: nobody is to be preempted."""
+    longest = max(map(len, workload.prompts)) + workload.tokens * (case.k + 1) + 64
+    rows = case.batch if case.strategy != "pool" else EngineConfig(max_batch=case.batch).window()
+    models = [bench.target, *([bench.draft] if bench.draft is not None else [])]
+    return 2 * rows * longest * sum(map(token_bytes, models))
+
+
+def token_bytes(model: Model) -> int:
+    """Keys and values of one token."""
+    size = cache_dtype(model.dtype, model.device).itemsize
+    return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)
+
+
+def _measure(bench: Bench, entries: list[_Entry], workload: Workload, progress: Progress) -> None:
+    """Warm everything up, then repeat in turns, so that a busy minute hits all cases alike."""
+    total, done = len(entries) * (bench.warmup + bench.repeats + bench.profile), 0
+    begin = time.perf_counter()
+    for turn in range(bench.warmup + bench.repeats + bench.profile):
+        if bench.warmup < turn < bench.warmup + bench.repeats and time.perf_counter() - begin > bench.budget:
+            done += len(entries)
+            continue
+        for entry in entries:
+            progress(f"batch {entry.case.batch}, {entry.case.drafter}, {entry.case.name}", done, total)
+            _turn(bench, entry, workload, turn)
+            done += 1
+    progress("", done, total)
+
+
+def _turn(bench: Bench, entry: _Entry, workload: Workload, turn: int) -> None:
+    if turn < bench.warmup:
+        one_pass(entry.engine, replace(workload, tokens=min(8, workload.tokens)))
+    elif turn < bench.warmup + bench.repeats:
+        entry.passes.append(one_pass(entry.engine, workload, CLOCKS[bench.clock]))
+    else:
+        with profiled(entry.engine) as watch:
+            one_pass(entry.engine, workload)
+        entry.phases = {phase: watch.seconds.get(phase, 0.0) for phase in PHASES}
+
+
+def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter) -> Pass:
+    """All prompts at once, to the end."""
+    device, before = engine.target.model.device, engine.meter.snapshot()
+    engine.meter.pages_peak = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    params = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
+    seqs = [engine.add(Request(tuple(prompt), params)) for prompt in workload.prompts]
+    _synchronise(device)
+    begin, decode, decoded = clock(), 0.0, 0
+    while engine.busy:
+        start = clock()
+        outputs = engine.step()
+        if not any(len(output.seq.output) == len(output.tokens) for output in outputs):  # nobody's first
+            decode += clock() - start
+            decoded += sum(len(output.tokens) for output in outputs)
+    _synchronise(device)
+    seconds = clock() - begin
+    now = engine.meter.snapshot()
+    counters = {name: now[name] - before[name] for name in COUNTERS}
+    peak = engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
+    whole = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Pass([seq.output for seq in seqs], seconds, decode, decoded, counters, peak, whole)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[int]]) -> dict[str, Any]:
+    passes, case = entry.passes, entry.case
+    counters = passes[-1].counters
+    return {
+        "settings": {
+            **bench.settings,
+            **bench.options,
+            "target": _short(bench.target.name),
+            "draft": _short(bench.draft.name) if bench.draft is not None else None,
+            "dtype": str(bench.target.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "clock": bench.clock,
+            "warmup": bench.warmup,
+            "repeats": len(passes),
+            "max_tokens": workload.tokens,
+            "prompts": len(workload.prompts),
+            "prompt_tokens": sum(map(len, workload.prompts)),
+        },
+        "workload": workload.name,
+        "name": case.name,
+        **asdict(case),
+        "tokens_per_second": rate([counters["emitted"] / one.seconds for one in passes]),
+        "decode_tokens_per_second": rate([one.decoded / one.decode_seconds for one in passes if one.decoded]),
+        "accepted_per_step": round(counters["emitted"] / counters["sequence_steps"], 3),
+        "grouping_rate": round(counters["grouped_steps"] / counters["steps"], 3),
+        "counters": {name: int(value) for name, value in counters.items()},
+        "peak_bytes": max(one.peak for one in passes),
+        "device_peak_bytes": max(one.device_peak for one in passes),
+        "phases": {phase: round(seconds, 4) for phase, seconds in entry.phases.items()},
+        "identical": sum(a == b for a, b in zip(passes[-1].texts, texts, strict=True)),
+        "of": len(texts),
+    }
+
+
+def _short(name: str) -> str:
+    """A model's name without the folder we are in."""
+    return name.replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def rate(values: list[float]) -> dict[str, Any]:
+    """The median, how far the values lie apart in parts of it, and the values."""
+    if not values:
+        return {"median": 0.0, "spread": 0.0, "values": []}
+    median = statistics.median(values)
+    return {
+        "median": round(median, 2),
+        "spread": round((max(values) - min(values)) / median, 3),
+        "values": [round(value, 2) for value in values],
+    }

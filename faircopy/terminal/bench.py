@@ -1,0 +1,143 @@
+"""`faircopy bench`: measure strategies on this machine, and make a report of result files."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from faircopy import bundled
+from faircopy.terminal.guard import stoppable, writable
+
+app = typer.Typer(
+    help="Measure strategies, drafters, batch sizes and draft lengths side by side; make a report of the results.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+@stoppable
+def run(
+    out: Annotated[Path, typer.Option(help="Append one JSON line per case to this file.")] = Path("bench.jsonl"),
+    target: Annotated[str | None, typer.Option(help="Folder or hub id; the bundled pair if left out.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or hub id of a draft model, for --drafter model.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="prompts, retold, synthetic, or a file: .txt, or .jsonl as Spec-Bench's.")
+    ] = "prompts",
+    strategy: Annotated[list[str] | None, typer.Option(help="Strategies to measure: docs/strategies.md.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="none, ngram or model.")] = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", help="Batch sizes.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Draft tokens per step.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts per run; rounded up to whole batches.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer, no more and no fewer.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each case, in turns.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Short runs before.")] = 1,
+    profile: Annotated[bool, typer.Option(help="One more run that times the phases of a step.")] = True,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    exact: Annotated[bool, typer.Option(help="--no-exact drops the promise of `ragged`.")] = True,
+    refill: Annotated[
+        bool | None, typer.Option(help="Whether newcomers join a running batch; as published if left out.")
+    ] = None,
+    clock: Annotated[str, typer.Option(help="wall, or cpu: this process's own time, for a busy machine.")] = "wall",
+    threads: Annotated[int | None, typer.Option(help="Of torch; one for the bundled pair.")] = None,
+) -> None:
+    """Run every combination; each text is compared with plain decoding's. Exit code 1 if `ragged` differs anywhere."""
+    import torch
+
+    from faircopy.bench.pair import load_pair
+    from faircopy.bench.run import Bench, Case
+    from faircopy.bench.run import run as measure
+
+    writable("--out", out)
+    if threads or target is None:
+        torch.set_num_threads(threads or 1)
+    drafters = drafter or ["model" if draft or target is None else "ngram"]
+    draft = draft or (bundled.draft() if target is None else None)
+    pair = load_pair(target or bundled.target(), draft, dtype=dtype, device=device, exact=exact)
+    cases = [
+        Case(*choice, refill=refill)
+        for choice in product(
+            strategy or ["ragged", "padded", "realign", "pool"], drafters, batch or [1, 4, 8], k or [4]
+        )
+    ]
+    bench = Bench(
+        pair.target,
+        pair.draft,
+        repeats,
+        warmup,
+        profile,
+        options={"exact": exact},
+        clock=clock,
+    )
+    asked = _workload(workload, pair, max_tokens)
+    differ = False
+    with _Bar() as bar:
+        for record in measure(bench, asked, cases, prompts, bar.show):
+            _append(out, record)
+            bar.say(_line(record))
+            differ |= exact and record["strategy"] == "ragged" and record["identical"] < record["of"]
+    print(f"written to {out}; make a report with: faircopy bench report {out}")
+    raise typer.Exit(1 if differ else 0)
+
+
+@app.command()
+@stoppable
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Files that `faircopy bench run` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for tables, plots and the page.")] = Path("bench-report"),
+) -> None:
+    """Markdown tables, PNG plots and one self-contained HTML page of result files."""
+    from faircopy.bench.report import write_report
+
+    for file in write_report(files, out):
+        print(file)
+
+
+def _workload(name: str, pair: Any, tokens: int) -> Any:
+    from faircopy.bench.workloads import named, texts
+    from faircopy.terminal.prompts import read_prompts
+
+    context = min(model.context for model in (pair.target, pair.draft) if model is not None)
+    if Path(name).suffix in (".jsonl", ".txt"):
+        return texts(Path(name).stem, read_prompts([], Path(name)), pair.encode, tokens, context)
+    return named(name, pair.encode, pair.target.vocab, tokens, context)
+
+
+def _append(out: Path, record: dict[str, Any]) -> None:
+    from faircopy.bench.record import append
+
+    append(out, [record])
+
+
+def _line(record: dict[str, Any]) -> str:
+    rate = record["tokens_per_second"]
+    return (
+        f"batch {record['batch']:3d}  {record['drafter']:6s} k {record['k']}  {record['name']:24s} "
+        f"{rate['median']:8.1f} tokens/s (spread {rate['spread']:.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"{record['identical']}/{record['of']} texts as plain"
+    )
+
+
+class _Bar:
+    """Progress on a terminal; elsewhere only the results."""
+
+    def __enter__(self) -> _Bar:
+        from rich.progress import Progress
+
+        self._progress = Progress(transient=True)
+        self._progress.start()
+        self._task = self._progress.add_task("loading")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, name: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=name, completed=done, total=total)
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, soft_wrap=True)
