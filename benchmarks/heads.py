@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover - block": ("clover", {"augment": False}),
     "eagle3 - training-time test": ("eagle3", {"unroll": 1}),
     "eagle1": ("eagle3", {"style": "eagle1"}),
+    "clover2, regression a tenth": ("clover2", {"regression": 1.0}),
 }
 OWN = {"medusa": 63, "clover": 4, "clover2": 25, "eagle3": 60}  # nodes of each paper's tree
 CHAIN, SMALL = 4, 4

@@ -18,7 +18,7 @@ from faircopy.drafters.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
 from faircopy.drafters.trees import Spent, Tree
 
-REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution
+REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution, if not said otherwise
 
 
 class CosineDecoder(AttentionDecoder):
@@ -50,6 +50,7 @@ class Clover2(Head):
     def __init__(self, config: HeadConfig) -> None:
         shape, layers = config.shape, config.options.get("layers", 2)
         super().__init__(config, (config.depth,), layers)
+        self.regression = float(config.options.get("regression", REGRESSION))
         hidden, cell = shape.hidden, (shape.hidden, shape.heads, shape.eps)
         self.first, self.later = CosineDecoder(*cell), CosineDecoder(*cell)
         self.rope, self.blocks = Rope(shape), nn.ModuleList(Block(shape) for _ in range(layers))
@@ -74,7 +75,7 @@ class Clover2(Head):
 
     def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
         apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
-        return REGRESSION * apart + soft_cross_entropy(guess.logits, teaching.logits)
+        return self.regression * apart + soft_cross_entropy(guess.logits, teaching.logits)
 
     def tree(self, room: int) -> Tree:
         return Spent(room, top_p=0.95)

@@ -54,24 +54,41 @@ class Accuracy:
 
     top1: list[float]  # per level
     top5: list[float]
-    ranks: list[list[float]]  # per level, how often each rank was the one
+    ranks: list[list[float]]  # per level, how often each rank was the one, where first guesses were right so far
 
 
 @torch.no_grad()
 def measure_heads(head: Head, teacher: Teacher, batches: Iterable[Tensor], bf16: bool = False) -> Accuracy:
     """Accuracy of all levels against the target's own choices."""
     head.eval()
-    counts = torch.zeros(head.levels, OFFERED, dtype=torch.float64)
-    rows = torch.zeros(head.levels, dtype=torch.float64)
+    whole, path = _Counts(head.levels), _Counts(head.levels)
     for batch in batches:
         lesson = teacher.lesson(batch, head.wants)
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=bf16):
+            right_so_far = torch.ones_like(batch[:, 1:], dtype=torch.bool)
             for level, guess in enumerate(head.unroll(lesson.states.to(head.dtype), batch, head.levels)):
                 right = _ranks(known_rows(guess).logits, teaching_of(lesson, level).logits)
-                counts[level] += right.sum((0, 1)).double().cpu()
-                rows[level] += right.shape[0] * right.shape[1]
-    shares = counts / rows.clamp(min=1)[:, None]
-    return Accuracy(shares[:, 0].tolist(), shares[:, :5].sum(1).tolist(), shares.tolist())
+                right_so_far = right_so_far[:, : right.shape[1]]
+                whole.add(level, right.flatten(0, 1))
+                path.add(level, right[right_so_far])
+                right_so_far = right_so_far & (right[..., 0] > 0)
+    shares = whole.shares()
+    return Accuracy(shares[:, 0].tolist(), shares[:, :5].sum(1).tolist(), path.shares().tolist())
+
+
+class _Counts:
+    """Per level, how often each rank was right, and of how many."""
+
+    def __init__(self, levels: int) -> None:
+        self._right = torch.zeros(levels, OFFERED, dtype=torch.float64)
+        self._rows = torch.zeros(levels, dtype=torch.float64)
+
+    def add(self, level: int, right: Tensor) -> None:
+        self._right[level] += right.sum(0).double().cpu()
+        self._rows[level] += len(right)
+
+    def shares(self) -> Tensor:
+        return self._right / self._rows.clamp(min=1)[:, None]
 
 
 def _ranks(logits: Tensor, wanted: Tensor) -> Tensor:
