@@ -25,6 +25,7 @@ from faircopy.model.loader import load_eos, load_model, load_tokenizer
 from faircopy.model.selftest import self_test
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+Way = tuple[str, int, dict[str, Any], int]
 Rows = Iterator[dict[str, Any]]
 BEGIN = time.perf_counter()
 
@@ -117,42 +118,44 @@ def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
 
 def exact(session: Session) -> Rows:
     """Texts of every way to run against plain decoding; plain decoding in a batch against plain decoding alone."""
-    small = session.args.small
-    for which, count, alone, tokens in (("widened", 256, 24, 128), ("bundled", 512, 64, 256), ("universal", 16, 4, 24)):
-        count, alone, tokens = (8, 2, 12) if small else (count, alone, tokens)
+    for which, count, alone, tokens in (("widened", 128, 12, 96), ("bundled", 512, 32, 256), ("universal", 16, 4, 24)):
+        count, alone, tokens = (8, 2, 12) if session.args.small else (count, alone, tokens)
+        if session.late:
+            return
         prompts = session.prompts(count)
-        for temperature in (0.0, 0.8):
+        wanted = {heat: params(count, tokens, heat) for heat in (0.0, 0.8)}
+        llm = session.llm(which, None, k=0, max_batch=64)
+        plain = {heat: texts(llm, prompts, asked) for heat, asked in wanted.items()}
+        llm = session.llm(which, None, k=0, max_batch=1)
+        for heat, asked in wanted.items():
+            lonely = texts(llm, prompts[:alone], asked[:alone])
+            yield verdict(which, heat, {"plain": "batch 64 against batch 1"}, lonely, plain[heat][:alone])
+        for drafter, k, options, share in ways(which):
             if session.late:
                 return
-            wanted = params(count, tokens, temperature)
-            plain = texts(session.llm(which, None, k=0, max_batch=64), prompts, wanted)
-            lonely = texts(session.llm(which, None, k=0, max_batch=1), prompts[:alone], wanted[:alone])
-            yield verdict(which, temperature, {"plain": "batch 64 against batch 1"}, lonely, plain[:alone])
-            for drafter, k, options, share in ways(which):
-                if session.late:
-                    return
-                part = max(1, count // share)
-                llm = session.llm(which, drafter, k=k, **options)
-                got = texts(llm, prompts[:part], wanted[:part])
+            part = max(1, count // share)
+            llm = session.llm(which, drafter, k=k, **options)
+            for heat, asked in wanted.items():
+                got = texts(llm, prompts[:part], asked[:part])
                 about = {"drafter": drafter, "k": k, **options, **counts(llm)}
-                yield verdict(which, temperature, about, plain[:part], got)
-                del llm
+                yield verdict(which, heat, about, plain[heat][:part], got)
+        del llm
 
 
-def ways(which: str) -> list[tuple[str, int, dict[str, Any], int]]:
+def ways(which: str) -> list[Way]:
     """Drafter, k, options, and the share of the prompts that is run."""
-    squeezed = {"bundled": "12MiB", "widened": "1300MiB", "universal": "12MiB"}[which]
+    squeezed = {"bundled": "12MiB", "widened": "1000MiB", "universal": "12MiB"}[which]
     if which == "universal":
         return [("model", 3, {"max_batch": 32}, 1), ("ngram", 4, {"max_batch": 16, "memory": squeezed, "chunk": 96}, 1)]
-    return [
+    squeeze: Way = ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 2)
+    some: list[Way] = [
         ("model", 5, {"max_batch": 64}, 1),
         ("model", 2, {"max_batch": 32}, 2),
         ("model", 8, {"max_batch": 8}, 8),
-        ("model", 4, {"max_batch": 1}, 32),
         ("ngram", 4, {"max_batch": 64}, 2),
-        ("ngram", 7, {"max_batch": 8}, 16),
-        ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 4),
     ]
+    more: list[Way] = [("model", 4, {"max_batch": 1}, 32), ("ngram", 7, {"max_batch": 8}, 16)]
+    return [*some, squeeze] if which == "widened" else [*some, *more, squeeze]
 
 
 def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:
@@ -174,7 +177,7 @@ def verdict(
 def speed(session: Session) -> Rows:
     """Tokens a second of the widened pair, plain and drafted, and the device's idle time between steps."""
     small = session.args.small
-    tokens = 10 if small else 128
+    tokens = 10 if small else 96
     for batch in (1, 8) if small else (1, 8, 32, 64):
         prompts, wanted = session.prompts(batch), params(batch, tokens, 0.0)
         for drafter, k in ((None, 0), ("model", 4 if batch <= 8 else 3), *((("ngram", 3),) if batch == 8 else ())):
@@ -242,7 +245,7 @@ def transformers(session: Session) -> Rows:
     target, draft = (
         stock(s, c, session.device) for s, c in zip((bundled.target(), bundled.draft()), shapes, strict=True)
     )
-    tokens = 8 if session.args.small else 48
+    tokens = 8 if session.args.small else 24
     for batch in (1, 8) if session.args.small else (1, 8, 32, 64):
         if session.late:
             return
