@@ -127,21 +127,20 @@ def _block(
     precision: tl.constexpr = "ieee" if PRECISE else "tf32"
     key = tl.load(keys + where, mask=inside, other=0.0)
     value = tl.load(values + where, mask=inside, other=0.0)
-    # keys stand in the rows of the products: there are always enough of them to fill the widest instructions
-    scores = tl.dot(key, query.T, input_precision=precision) * scale
+    scores = tl.dot(query, key.T, input_precision=precision) * scale
     if CAPPED:
         turned = 1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0)
         scores = cap * turned * 1.4426950408889634
-    visible = at[:, None] <= position[None, :]
+    visible = at[None, :] <= position[:, None]
     if WINDOWED:
-        visible &= at[:, None] > position[None, :] - window
+        visible &= at[None, :] > position[:, None] - window
     scores = tl.where(visible, scores, float("-inf"))
-    m = tl.max(scores, 0)
-    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[None, :]).to(value.dtype)
+    m = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(value.dtype)
     # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
-    ones = tl.full((64, BN), 1.0, value.dtype)
-    total = tl.max(tl.dot(ones, p, input_precision=precision), 0)
-    return m, total, tl.dot(value.T, p, input_precision=precision).T
+    ones = tl.full((BN, 16), 1.0, value.dtype)
+    total = tl.max(tl.dot(p, ones, input_precision=precision), 1)
+    return m, total, tl.dot(p, value, input_precision=precision)
 
 
 @triton.jit
