@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
-from faircopy.bench.record import write
+from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_model, load_tokenizer
 from faircopy.model.selftest import self_test
@@ -93,23 +92,15 @@ TINY = {
 
 
 def kernels(session: Session) -> Rows:
-    from faircopy.bench.kernels import attention_rows, product_rows
-    from faircopy.bench.timing import matrix_rate, read_rate
+    from faircopy.bench.kernels import rows
 
-    rate = read_rate()
-    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": matrix_rate()}
-    yield from attention_rows(rate)
-    yield from product_rows(rate)
+    return rows()
 
 
 def steps(session: Session) -> Rows:
-    from faircopy.bench.steps import prompt_row, step_rows
-    from faircopy.bench.timing import matrix_rate, read_rate
+    from faircopy.bench.steps import rows
 
-    rate, operations = read_rate(), matrix_rate()
-    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": operations}
-    yield from step_rows(rate)
-    yield prompt_row(operations)
+    return rows()
 
 
 def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
@@ -184,12 +175,13 @@ def speed(session: Session) -> Rows:
             if session.late:
                 return
             llm = session.llm("widened", drafter, k=k, max_batch=batch, memory="16MiB" if small else "24GiB")
-            texts(llm, prompts, params(batch, 6, 0.0))
+            llm.warm_up()
+            texts(llm, prompts, params(batch, 24, 0.0))
             clock = Gaps(llm)
-            rate, before = timed(llm, prompts, wanted), llm.metrics()["steps"]
             yield {
-                "pair": "widened", "batch": batch, "drafter": drafter or "none", "k": k, "tokens_per_s": rate,
-                "steps": before, **clock.summary(), **{n: counts(llm)[n] for n in ("acceptance", "tokens_per_step")},
+                "pair": "widened", "batch": batch, "drafter": drafter or "none", "k": k,
+                "tokens_per_s": timed(llm, prompts, wanted), "steps": llm.metrics()["steps"],
+                **clock.summary(), **{n: counts(llm)[n] for n in ("acceptance", "tokens_per_step")},
             }  # fmt: skip
             del llm, clock
 
@@ -290,15 +282,6 @@ def generated(session: Session, model: Any, batch: int, tokens: int, **options: 
 PARTS = {"kernels": kernels, "steps": steps, "exact": exact, "speed": speed, "transformers": transformers}
 
 
-def collect(rows: Iterable[dict[str, Any]], file: Path, settings: dict[str, Any]) -> None:
-    """Write after every row: a run that is cut short leaves what it had."""
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        say(row)
-        found.append(row)
-        write(str(file), settings, found)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
@@ -309,7 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
     session = Session(args)
     for part in args.parts:
         if not session.late:
-            collect(PARTS[part](session), Path(args.out) / f"gpu-{part}.json", vars(args))
+            for row in collect(f"{args.out}/gpu-{part}.json", vars(args), PARTS[part](session)):
+                say(row)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Engine:
 
     def _take_off(self, batch: Batch) -> list[Output]:
         assert self.replay is not None
-        self._flight = self.replay.launch(batch.seqs, batch.room)
+        self._flight = self.replay.launch(batch.seqs, batch.room, max(map(self.wish, batch.seqs)))
         return self._cruise()
 
     def _cruise(self) -> list[Output]:
@@ -112,7 +112,7 @@ class Engine:
         assert flight is not None and replay is not None
         onward = self.scheduler.follow(flight.seqs, flight.space.k + 1)
         widths = [min(self.wish(seq), flight.space.k) for seq in onward]
-        self._flight = replay.launch(onward, widths, flight) if onward else None
+        self._flight = replay.launch(onward, widths, flight.space.k, flight) if onward else None
         batch, draft, verdict = replay.land(flight)
         self.target.layout.publish(batch, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)

@@ -217,6 +217,11 @@ class LLM:
             "end_tokens": sorted(self.engine.eos),
         }
 
+    def warm_up(self) -> None:
+        """On devices that capture the steady state, do so for every size of batch now: the first answers wait less."""
+        if self.engine.replay is not None:
+            self.engine.replay.warm(self.config.k)
+
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""
         return self.engine.meter.snapshot()

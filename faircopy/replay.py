@@ -27,6 +27,7 @@ from faircopy.model.runner import Runner
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
 from faircopy.verify.base import numerics_error
 
+FAR = 63  # nodes of a chain at most
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -141,6 +142,7 @@ class Replay:
         self._target, self._layout, self._drafter, self._tables = target, layout, drafter, tables
         self._suite, self._graphs = layout.suite, graphs and target.model.device.type == "cuda"
         self._context = target.model.context
+        self._longest = drafter.longest if isinstance(drafter, Listens) else FAR
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
         self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
@@ -153,18 +155,20 @@ class Replay:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch is in its steady state: one token to feed each, chains to guess, tokens to choose."""
-        longest = self._drafter.longest if isinstance(self._drafter, Listens) else max(batch.room)
         return (
             len(batch) <= self._buckets[-1]
-            and max(batch.room) <= longest
+            and max(batch.room) <= self._longest
             and all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
         )
 
-    def launch(self, seqs: list[Sequence], widths: list[int], after: Flight | None = None) -> Flight:
-        """Send a step off; behind another one, its sequences keep their seats and their lengths are the device's."""
+    def launch(self, seqs: list[Sequence], widths: list[int], k: int, after: Flight | None = None) -> Flight:
+        """Send a step of k nodes off, of which each sequence may use so many.
+
+        Behind another one, sequences keep their seats and their lengths are the device's.
+        """
         seats = {seq: n if after is None else after.seats[seq] for n, seq in enumerate(seqs)}
-        k = after.space.k if after is not None else max(widths)
-        space, run = self._space(self._bucket(max(seats.values()) + 1), k)
+        k = min(k, self._longest)
+        space, run = self._space(self._bucket(max(seats.values()) + 1, k), k)
         self._turn = 1 - self._turn
         self._write_control(space, seats, widths, fresh=after is None)
         if after is None:
@@ -202,17 +206,21 @@ class Replay:
         return batch, draft, Verdict(decisions)
 
     def warm(self, k: int) -> None:
-        """Capture every bucket now rather than when it is first needed."""
-        for size in self._buckets:
-            self._space(size, k)
+        """Capture a graph for every size of batch now rather than when it is first needed."""
+        for size in reversed(self._buckets):
+            self._space(self._bucket(size, k), min(k, self._longest))
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq, params = batch.seqs[i], batch.seqs[i].params
         plain = not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
         return plain and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
-    def _bucket(self, size: int) -> int:
-        return next(bucket for bucket in self._buckets if bucket >= size)
+    def _bucket(self, size: int, k: int) -> int:
+        """The seats a step runs with: a captured graph with some to spare rather than a new one that fits."""
+        fitting = next(bucket for bucket in self._buckets if bucket >= size)
+        return min(
+            (known for known, width in self._spaces if width == k and fitting <= known < 2 * fitting), default=fitting
+        )
 
     def _make_slots(self, capacity: int) -> step.Slots:
         device = self._target.model.device

@@ -165,3 +165,12 @@ def test_smaller_graphs_are_made_while_others_fly(pair) -> None:  # type: ignore
         return finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
 
     assert run(k=0) == run(k=0, max_batch=1, graphs=False)
+
+
+def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=3)
+    engine.replay.warm(3)
+    made = set(engine.replay._spaces)
+    assert {k for _, k in made} == {3} and {4, 2, 1} <= {size for size, _ in made}
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    assert set(engine.replay._spaces) == made

@@ -9,7 +9,7 @@ import torch
 
 from faircopy.bench.kernel_checks import checks
 from faircopy.bench.shapes import QWEN3
-from faircopy.bench.timing import graph_ms
+from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.kernels.gpu import attention
 from faircopy.kernels.gpu.linear import Linear
 
@@ -106,3 +106,12 @@ def _scene(batch: int, rows: int, heads: int, kv: int, dim: int, context: int) -
     positions = (context - 1 + torch.arange(rows, device="cuda")).repeat(batch).int()
     plan = attention.even_plan(batch, rows, tables, page, context + rows, dim)
     return {"q": q, "keys": keys, "values": values, "positions": positions, "plan": plan}
+
+
+def rows(names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+    """Checks first, then the two ceilings, then times against them."""
+    yield from check_rows(torch.device("cuda"))
+    rate = read_rate()
+    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": matrix_rate()}
+    yield from attention_rows(rate)
+    yield from product_rows(rate, names)

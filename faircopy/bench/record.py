@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ def write(path: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> No
     """One JSON file: origin, settings, rows."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+def collect(path: str, settings: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pass rows on and write the file after each: a run that is cut short leaves what it had."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        write(path, settings, found)
+        yield row
 
 
 def append(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
-from faircopy.bench.timing import graph_ms
+from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -18,6 +18,14 @@ from faircopy.types import Batch, Draft, Request, Sequence
 
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
 PAGE = 32
+
+
+def rows(context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+    """The two ceilings, measured now, and passes against them."""
+    rate, operations = read_rate(), matrix_rate()
+    yield {"read_bytes_per_s": rate, "matrix_operations_per_s": operations}
+    yield from step_rows(rate, context, names)
+    yield prompt_row(operations)
 
 
 def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:

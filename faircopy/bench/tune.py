@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from faircopy.bench.kernels import weights
 from faircopy.bench.timing import graph_ms
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.tables import Tile, as_entry, span_length
@@ -151,6 +152,20 @@ def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
         if split == 1 or (tile.wide and not tile.apart)
         else (split * ROWS[bucket] * outputs * 4) / 3e12 + 0.15e-6 * split
     )
+
+
+def tune(names: tuple[str, ...], file: Path) -> Iterator[dict[str, Any]]:
+    """Time every product of these shapes and write the table; what it holds of other shapes stays."""
+    known = json.loads(file.read_text())["shapes"] if file.exists() else {}
+    compile_all((tile, gated) for rows in ROWS.values() for gated in (False, True) for tile in candidates(rows, gated))
+    for name in names:
+        for product_name, (outputs, inner) in weights(name).items():
+            about = tuple(ROWS)[:-1] if product_name == "head" else tuple(ROWS)
+            entry = tune_shape(outputs, inner, product_name == "gate_up", about)
+            known[f"{outputs}x{inner}"] = entry
+            write_table(file, known, {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
+            yield {"model": name, "product": product_name, **entry}
+            torch.cuda.empty_cache()
 
 
 def write_table(file: Path, shapes: dict[str, Any], about: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +96,85 @@ def report(
 
     for file in write_report(files, out):
         print(file)
+
+
+SHAPES = "Shapes to measure: qwen3-8b, qwen3-0.6b."
+
+
+@app.command()
+@stoppable
+def kernels(
+    out: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmarks/results/gpu-kernels.json"),
+    shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
+) -> None:
+    """On a GPU: every kernel against its twin; products and attention against reading their bytes once."""
+    _needs_gpu()
+    from faircopy.bench.kernels import rows
+
+    names = _shapes(shape)
+    _collect(out, {"shapes": names}, rows(names))
+
+
+@app.command()
+@stoppable
+def steps(
+    out: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmarks/results/gpu-steps.json"),
+    shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
+    context: Annotated[int, typer.Option(help="Tokens each sequence has.", min=1)] = 512,
+) -> None:
+    """On a GPU: one pass by batch and rows per sequence, exact and on cuBLAS, against the floor; reading prompts."""
+    _needs_gpu()
+    from faircopy.bench.steps import rows
+
+    names = _shapes(shape)
+    _collect(out, {"shapes": names, "context": context}, rows(context, names))
+
+
+@app.command()
+@stoppable
+def tune(
+    out: Annotated[Path, typer.Option(help="The table to write, faircopy/kernels/gpu/tuned/CLASS.json.")],
+    shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
+) -> None:
+    """On a GPU: find the tiles of its class. The splits it fixes decide bits: run it once, and commit the table."""
+    _needs_gpu()
+    from faircopy.bench.tune import tune as search
+
+    for row in search(_shapes(shape), out):
+        _show(row)
+
+
+def _needs_gpu() -> None:
+    import torch
+
+    from faircopy.errors import ConfigError
+
+    if not torch.cuda.is_available():
+        raise ConfigError("device", "cpu", "no GPU is visible", "run it where there is one")
+
+
+def _shapes(names: list[str] | None) -> tuple[str, ...]:
+    from faircopy.bench.shapes import QWEN3
+    from faircopy.errors import ConfigError
+
+    for name in names or ():
+        if name not in QWEN3:
+            raise ConfigError("--shape", name, "unknown", f"use one of {', '.join(QWEN3)}")
+    return tuple(names or QWEN3)
+
+
+def _collect(out: Path, settings: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
+    from faircopy.bench.record import collect
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writable("--out", out)
+    for row in collect(str(out), settings, rows):
+        _show(row)
+    print(f"written to {out}")
+
+
+def _show(row: dict[str, Any]) -> None:
+    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
 
 def _workload(name: str, pair: Any, tokens: int) -> Any:
