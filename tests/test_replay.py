@@ -174,3 +174,20 @@ def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ign
     assert {k for _, k in made} == {3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
     assert set(engine.replay._spaces) == made
+
+
+def test_one_without_drafts_does_not_ground_the_others(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=3)
+    ks = [None, 0, None, 0, None]
+    seqs = [engine.add(Request(tuple(p), WARM, seed=n, k=ks[n])) for n, p in enumerate(PROMPTS)]
+    launches = 0
+    launch = engine.replay.launch
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal launches
+        launches += 1
+        return launch(*args, **kwargs)
+
+    engine.replay.launch = counted
+    assert finish(engine, seqs) == plain[repr(WARM)]
+    assert launches > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]

@@ -71,13 +71,17 @@ class ModelDrafter:
         return fill
 
     def ready(self, seq: Sequence) -> bool:
-        return seq not in self._mute and self._runner.layout.cached(seq) >= len(seq.tokens) - 2
+        """Who gets no drafts may fly with those who do; what is guessed for them counts for nothing."""
+        return self._idle(seq) or self._runner.layout.cached(seq) >= len(seq.tokens) - 2
 
     def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         layout = self._runner.layout
         assert isinstance(layout, PagedLayout), "only pages are filled without the host"
-        if k:
+        if k and not self._idle(seq):
             layout.settle(seq, length + min(accepted, k - 1))
+
+    def _idle(self, seq: Sequence) -> bool:
+        return seq in self._mute or seq.request.k == 0
 
     def _readable(self, batch: Batch) -> Batch:
         """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""
