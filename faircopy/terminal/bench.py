@@ -114,10 +114,12 @@ def _append(out: Path, record: dict[str, Any]) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
+    from faircopy.bench.run import spread
+
     rate = record["tokens_per_second"]
     return (
         f"batch {record['batch']:3d}  {record['drafter']:6s} k {record['k']}  {record['name']:24s} "
-        f"{rate['median']:8.1f} tokens/s (spread {rate['spread']:.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"{rate['median']:8.1f} tokens/s (spread {spread(rate)})  {record['accepted_per_step']:.2f} tokens/step  "
         f"{record['identical']}/{record['of']} texts as plain"
     )
 
