@@ -69,7 +69,7 @@ def say(record: dict[str, Any]) -> None:
     rate = record["decode_tokens_per_second"]
     print(
         f"{record['workload']:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
-        f"(spread {spread(rate):>7s})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
         f"{record['identical']}/{record['of']} as plain",
         flush=True,
     )

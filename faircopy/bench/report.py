@@ -13,7 +13,7 @@ from faircopy.bench.phases import PHASES
 from faircopy.bench.plots import plot_lines, plot_stacks
 from faircopy.bench.record import read
 from faircopy.bench.run import spread
-from faircopy.errors import CheckpointError
+from faircopy.errors import CheckpointError, ConfigError
 from faircopy.html import document
 
 Record = dict[str, Any]
@@ -85,12 +85,19 @@ def write_report(files: list[Path], out: Path) -> list[Path]:
         raise CheckpointError(
             "results", ", ".join(map(str, files)), "no results in it", "run `faircopy bench run` first"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    _folder(out)
     tables, page = out / "tables.md", out / "index.html"
     plots = {panel.slug: plot(panel, out) for panel in panels}
     tables.write_text("\n".join(_markdown(panel) for panel in panels), encoding="utf-8")
     page.write_text(document("faircopy: strategies side by side", _page(panels, plots)), encoding="utf-8")
     return [tables, page, *(file for made in plots.values() for file in made)]
+
+
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"not a folder ({error.strerror})", "pass a folder, new or not") from error
 
 
 def gather(records: list[Record]) -> list[Panel]:

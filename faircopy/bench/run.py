@@ -256,9 +256,9 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
     }
 
 
-def spread(values: dict[str, Any]) -> str:
-    """How far the repeats of a rate lie apart, in words; one run says nothing about that."""
-    return f"{values['spread']:.0%}" if len(values["values"]) > 1 else "one run"
+def spread(values: dict[str, Any], word: str = "") -> str:
+    """How far the repeats of a rate lie apart, behind this word; one run says nothing about that."""
+    return f"{word}{values['spread']:.0%}" if len(values["values"]) > 1 else "one run"
 
 
 def _short(name: str) -> str:
