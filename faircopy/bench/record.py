@@ -60,7 +60,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _record(line: str) -> dict[str, Any]:
     """One line; it is a result if it has what every result has."""
     record = json.loads(line)
-    if not isinstance(record, dict) or not RESULT <= record.keys():
+    if not isinstance(record, dict) or not record.keys() >= RESULT:
         raise ValueError(f"no result of a benchmark: {line[:40]}")
     return record
 
