@@ -286,7 +286,7 @@ def measure_speed(bench: Bench, prompts: list[list[int]]) -> None:
             if bench.left() < 0:
                 return
             engine = engine_for(bench, variant, k, batch, tree)
-            decode(engine, cycle(prompts, batch), 8)  # warm
+            decode(engine, cycle(prompts, batch), bench.args.new)  # as long: graphs are captured where first needed
             rate, per_step = decode(engine, cycle(prompts, batch), bench.args.new)
             bench.note(kind="speed", variant=name, batch=batch, rate=round(rate, 1), per_step=round(per_step, 3))
 

@@ -18,7 +18,7 @@ import torch
 from faircopy import bundled
 from faircopy.bench.pair import Pair, load_pair, widened_pair
 from faircopy.bench.record import append
-from faircopy.bench.run import Bench, Case, run
+from faircopy.bench.run import Bench, Case, run, spread
 from faircopy.bench.shapes import QWEN3
 from faircopy.bench.workloads import Workload, held_out, retold
 
@@ -69,7 +69,7 @@ def say(record: dict[str, Any]) -> None:
     rate = record["decode_tokens_per_second"]
     print(
         f"{record['workload']:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
-        f"(spread {rate['spread']:4.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
         f"{record['identical']}/{record['of']} as plain",
         flush=True,
     )

@@ -18,7 +18,7 @@ from faircopy.bench import broken
 from faircopy.bench.phases import PHASES, Stopwatch, profiled
 from faircopy.bench.record import append, read
 from faircopy.bench.report import gather, write_report
-from faircopy.bench.run import Bench, Case, one_pass, run
+from faircopy.bench.run import Bench, Case, one_pass, rate, run, spread
 from faircopy.bench.workloads import Workload, named, retold, synthetic, texts
 from faircopy.engine import build_engine
 from faircopy.errors import CheckpointError, ConfigError
@@ -110,7 +110,8 @@ def test_a_report_has_tables_plots_and_one_page(records: list[dict[str, Any]], t
     for name in ("plain", "ragged", "padded", "realign", "pool", "Times plain decoding", "texts as plain", "| 8/8 |"):
         assert name in tables
     assert page.count("data:image/png;base64,") == 4
-    assert "70 of 70 texts" in page
+    texts = sum(record["of"] for record in records if record["name"] != "plain")
+    assert f"{texts} of {texts} texts are plain decoding" in page
     assert "http" not in page, "it needs no other file"
 
 
@@ -198,7 +199,10 @@ def test_the_command_measures_and_reports(call, tmp_path: Path) -> None:  # type
     [
         (["--strategy", "paged"], "strategy = 'paged': unknown; use one of ragged"),
         (["--workload", "prose"], "workload = 'prose': unknown"),
-        (["--workload", "nowhere.jsonl"], "cannot be read"),
+        (["--workload", "nowhere.jsonl"], "--workload = 'nowhere.jsonl': cannot be read"),
+        (["--batch", "0"], "--batch"),
+        (["--prompts", "0"], "--prompts"),
+        (["--threads", "0"], "--threads"),
         (["--drafter", "oracle"], "drafter = 'oracle'"),
         (["--clock", "sun"], "clock = 'sun'"),
         (["--out", "/nowhere/results.jsonl"], "--out = '/nowhere/results.jsonl': cannot be written"),
@@ -207,6 +211,19 @@ def test_the_command_measures_and_reports(call, tmp_path: Path) -> None:  # type
 def test_wrong_usage_names_the_option(call, tmp_path: Path, options: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
     code, _, said = call("bench", "run", "--out", str(tmp_path / "results.jsonl"), *options)
     assert (code, words in said) == (2, True), said
+
+
+@pytest.mark.parametrize("content", ["", "prose", "[1, 2]", '{"a": 1}', "{"])
+def test_a_report_of_something_else_is_refused_by_name(call, tmp_path: Path, content: str) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "other.jsonl"
+    file.write_text(content)
+    code, _, said = call("bench", "report", str(file), "--out", str(tmp_path / "report"))
+    assert (code, "other.jsonl" in said, "Traceback" in said) == (1, True, False), said
+
+
+def test_one_run_has_no_spread() -> None:
+    assert spread(rate([3.0])) == "one run"
+    assert spread(rate([3.0, 4.0, 5.0]), "spread ") == "spread 50%"
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import transformers
 from faircopy import __version__
 from faircopy.errors import CheckpointError
 
+RESULT = {"commit", "device", "settings", "workload", "name", "batch", "counters", "phases", "identical", "of"}
+
 
 @cache
 def origin() -> dict[str, Any]:
@@ -58,10 +60,18 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file that `append` made."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [_record(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         problem = f"cannot be read ({error})"
         raise CheckpointError("results", str(path), problem, "pass a file that `faircopy bench run` wrote") from error
+
+
+def _record(line: str) -> dict[str, Any]:
+    """One line; it is a result if it has what every result has."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not record.keys() >= RESULT:
+        raise ValueError(f"no result of a benchmark: {line[:40]}")
+    return record
 
 
 def _commit() -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from faircopy.bench.phases import PHASES
 from faircopy.bench.plots import plot_lines, plot_stacks
 from faircopy.bench.record import read
-from faircopy.errors import CheckpointError
+from faircopy.bench.run import spread
+from faircopy.errors import CheckpointError, ConfigError
 from faircopy.html import document
 
 Record = dict[str, Any]
@@ -84,12 +85,19 @@ def write_report(files: list[Path], out: Path) -> list[Path]:
         raise CheckpointError(
             "results", ", ".join(map(str, files)), "no results in it", "run `faircopy bench run` first"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    _folder(out)
     tables, page = out / "tables.md", out / "index.html"
     plots = {panel.slug: plot(panel, out) for panel in panels}
     tables.write_text("\n".join(_markdown(panel) for panel in panels), encoding="utf-8")
     page.write_text(document("faircopy: strategies side by side", _page(panels, plots)), encoding="utf-8")
     return [tables, page, *(file for made in plots.values() for file in made)]
+
+
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"not a folder ({error.strerror})", "pass a folder, new or not") from error
 
 
 def gather(records: list[Record]) -> list[Panel]:
@@ -145,22 +153,26 @@ def plot(panel: Panel, out: Path) -> list[Path]:
 def _markdown(panel: Panel) -> str:
     record = panel.settings()
     source = f"Commit {record['commit']}, torch {record['versions']['torch']}, {record['device']}."
-    return f"## {panel.title}\n\n{source} {_said(record)}\n\n" + "\n".join(table.markdown() for table in tables(panel))
+    return f"## {panel.title}\n\n{source} {_said(panel)}\n\n" + "\n".join(table.markdown() for table in tables(panel))
 
 
 def _page(panels: list[Panel], plots: dict[str, list[Path]]) -> str:
-    records = [record for panel in panels for record in panel.cells.values()]
-    same, total = sum(r["identical"] for r in records), sum(r["of"] for r in records)
-    tone = "good" if same == total else "bad"
+    records = [record for panel in panels for record in panel.cells.values() if record["name"] != "plain"]
+    ragged = [record for record in records if record["strategy"] == "ragged"]
+    tone = "good" if all(record["identical"] == record["of"] for record in ragged or records) else "bad"
     body = [
         "<h1>faircopy: strategies side by side</h1>"
-        f'<p class="verdict {tone}">{same} of {total} texts are plain decoding\'s</p>'
+        f'<p class="verdict {tone}">{_same(records)} texts are plain decoding\'s; of ragged {_same(ragged)}</p>'
     ]
     for panel in panels:
-        body.append(f"<h2>{escape(panel.title)}</h2><p class='soft'>{escape(_said(panel.settings()))}</p>")
+        body.append(f"<h2>{escape(panel.title)}</h2><p class='soft'>{escape(_said(panel))}</p>")
         body += [_image(file) for file in plots[panel.slug]]
         body += [table.html() for table in tables(panel)]
     return "\n".join([*body, *(_settings(panel) for panel in panels)])
+
+
+def _same(records: list[Record]) -> str:
+    return f"{sum(r['identical'] for r in records)} of {sum(r['of'] for r in records)}"
 
 
 def _image(file: Path) -> str:
@@ -187,7 +199,7 @@ def _by_batch(panel: Panel, title: str, cell: Callable[[Record], str]) -> Table:
 
 
 def _rate(kind: str) -> Callable[[Record], str]:
-    return lambda record: f"{record[kind]['median']:.0f} ({record[kind]['spread']:.0%})"
+    return lambda record: f"{record[kind]['median']:.0f} ({spread(record[kind])})"
 
 
 def _times(panel: Panel, kind: str) -> Callable[[Record], str]:
@@ -215,11 +227,17 @@ def _cost(record: Record) -> list[str]:
 
 def _phases(panel: Panel) -> Table:
     rows = [
-        [record["name"], str(record["batch"]), *(f"{share[phase]:.0%}" for phase in PHASES)]
+        [record["name"], str(record["batch"]), *_pass(record), *(f"{share[phase]:.0%}" for phase in PHASES)]
         for record in _ordered(panel)
         if (share := _shares(record))
     ]
-    return Table("Where the time goes (a pass of its own)", ["", "batch", *PHASES], rows)
+    return Table("Where the time goes (a pass of its own)", ["", "batch", "seconds", "tokens/s", *PHASES], rows)
+
+
+def _pass(record: Record) -> list[str]:
+    """Seconds and tokens per second of the pass that timed phases, prompts included."""
+    seconds = sum(record["phases"].values())
+    return [f"{seconds:.3f}", f"{record['counters']['emitted'] / seconds:.0f}"]
 
 
 def _shares(record: Record) -> dict[str, float]:
@@ -260,9 +278,16 @@ def _slug(record: Record) -> str:
     return f"{kind}-{record['settings']['dtype']}-{record['workload']}-{record['drafter']}-k{record['k']}"
 
 
-def _said(record: Record) -> str:
-    s = record["settings"]
+def _said(panel: Panel) -> str:
+    s = panel.settings()["settings"]
     return (
-        f"Target {s['target']}, draft {s['draft'] or 'none'}; {s['prompts']} prompts (rounded up to whole batches), "
-        f"{s['max_tokens']} tokens each, medians of {s['repeats']} runs in turns, {s['threads']} CPU thread(s)."
+        f"Target {s['target']}, draft {s['draft'] or 'none'}; {_span(panel, 'prompts')} prompts (whole batches), "
+        f"{s['max_tokens']} tokens each, medians of {_span(panel, 'repeats')} run(s) in turns, "
+        f"{s['threads']} CPU thread(s)."
     )
+
+
+def _span(panel: Panel, name: str) -> str:
+    """A setting that may differ by batch: from the least to the most."""
+    values = sorted({record["settings"][name] for record in panel.cells.values()})
+    return " to ".join(map(str, dict.fromkeys([values[0], values[-1]])))

@@ -178,13 +178,18 @@ def _measure(bench: Bench, entries: list[_Entry], workload: Workload, progress: 
 
 def _turn(bench: Bench, entry: _Entry, workload: Workload, turn: int) -> None:
     if turn < bench.warmup:
-        one_pass(entry.engine, replace(workload, tokens=min(8, workload.tokens)))
+        one_pass(entry.engine, _warming(bench, workload))
     elif turn < bench.warmup + bench.repeats:
         entry.passes.append(one_pass(entry.engine, workload, CLOCKS[bench.clock]))
     else:
         with profiled(entry.engine) as watch:
             one_pass(entry.engine, workload)
         entry.phases = {phase: watch.seconds.get(phase, 0.0) for phase in PHASES}
+
+
+def _warming(bench: Bench, workload: Workload) -> Workload:
+    """What warms up: a few tokens each. On a GPU all of them, as graphs and kernels are made where first needed."""
+    return workload if bench.target.device.type == "cuda" else replace(workload, tokens=min(8, workload.tokens))
 
 
 def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter) -> Pass:
@@ -249,6 +254,11 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
         "identical": sum(a == b for a, b in zip(passes[-1].texts, texts, strict=True)),
         "of": len(texts),
     }
+
+
+def spread(values: dict[str, Any], word: str = "") -> str:
+    """How far the repeats of a rate lie apart, behind this word; one run says nothing about that."""
+    return f"{word}{values['spread']:.0%}" if len(values["values"]) > 1 else "one run"
 
 
 def _short(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from faircopy import bundled
+from faircopy.errors import ConfigError
 from faircopy.terminal.guard import stoppable, writable
 
 app = typer.Typer(
@@ -30,10 +31,10 @@ def run(
     ] = "prompts",
     strategy: Annotated[list[str] | None, typer.Option(help="Strategies to measure: docs/strategies.md.")] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="none, ngram or model.")] = None,
-    batch: Annotated[list[int] | None, typer.Option("--batch", help="Batch sizes.")] = None,
-    k: Annotated[list[int] | None, typer.Option("--k", help="Draft tokens per step.")] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts per run; rounded up to whole batches.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer, no more and no fewer.")] = 64,
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Batch sizes.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=0, help="Draft tokens per step.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per run; rounded up to whole batches.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, no more and no fewer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case, in turns.")] = 3,
     warmup: Annotated[int, typer.Option(help="Short runs before.")] = 1,
     profile: Annotated[bool, typer.Option(help="One more run that times the phases of a step.")] = True,
@@ -44,7 +45,7 @@ def run(
         bool | None, typer.Option(help="Whether newcomers join a running batch; as published if left out.")
     ] = None,
     clock: Annotated[str, typer.Option(help="wall, or cpu: this process's own time, for a busy machine.")] = "wall",
-    threads: Annotated[int | None, typer.Option(help="Of torch; one for the bundled pair.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of torch; one for the bundled pair.")] = None,
 ) -> None:
     """Run every combination; each text is compared with plain decoding's. Exit code 1 if `ragged` differs anywhere."""
     import torch
@@ -183,6 +184,8 @@ def _workload(name: str, pair: Any, tokens: int) -> Any:
 
     context = min(model.context for model in (pair.target, pair.draft) if model is not None)
     if Path(name).suffix in (".jsonl", ".txt"):
+        if not Path(name).is_file():
+            raise ConfigError("--workload", name, "cannot be read (no such file)", "pass a .txt or .jsonl file")
         return texts(Path(name).stem, read_prompts([], Path(name)), pair.encode, tokens, context)
     return named(name, pair.encode, pair.target.vocab, tokens, context)
 
@@ -194,10 +197,12 @@ def _append(out: Path, record: dict[str, Any]) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
+    from faircopy.bench.run import spread
+
     rate = record["tokens_per_second"]
     return (
         f"batch {record['batch']:3d}  {record['drafter']:6s} k {record['k']}  {record['name']:24s} "
-        f"{rate['median']:8.1f} tokens/s (spread {rate['spread']:.0%})  {record['accepted_per_step']:.2f} tokens/step  "
+        f"{rate['median']:8.1f} tokens/s ({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
         f"{record['identical']}/{record['of']} texts as plain"
     )
 
