@@ -81,6 +81,8 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Advance some sequences by at least one token each; return what is new."""
+        if self._flight is not None and all(seq.finished for seq in self._flight.seqs):
+            self._flight = None  # nobody waits for it; what comes next runs after it
         if self._flight is not None:
             return self._guarded(self._cruise, self._flight.seqs)
         batch = self.scheduler.pick(self.wish)  # admit, preempt, reserve room for the nodes
@@ -116,7 +118,7 @@ class Engine:
         batch, draft, verdict = replay.land(flight)
         self.target.layout.publish(batch, verdict)
         outputs = self.scheduler.commit(batch, draft, verdict)
-        self._record(draft, flight.rows, flight.rows - len(batch) * (flight.space.k + 1), outputs)
+        self._record(draft, flight.rows, flight.rows - sum(len(nodes) + 1 for nodes in draft.tokens), outputs)
         return outputs
 
     def _run(self, batch: Batch) -> list[Output]:
@@ -246,7 +248,8 @@ def page_count(models: Seq[Model | Head], config: EngineConfig, most: int) -> in
     device = models[0].device
     measured = config.memory is None and device.type == "cuda"
     whole = [model for model in models if not isinstance(model, Head)] if measured else []
-    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole)
+    choices = 12 * config.max_batch * (config.k + 1) * models[0].vocab  # a batch's logits in float32, three times
+    passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole) + choices
     pages = min(config.cache_bytes(device, passes) // max(1, per_page), -(-most // config.page))
     if pages < 1:
         raise ConfigError("memory", config.memory, f"less than one page of {per_page} bytes", "raise it")

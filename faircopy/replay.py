@@ -27,7 +27,7 @@ from faircopy.model.runner import Runner
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
 from faircopy.verify.base import numerics_error
 
-FAR = 63  # nodes of a chain at most
+TILE = 128  # query rows times heads per key head that a captured step verifies in one piece
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -50,31 +50,30 @@ class Space:
     def k(self) -> int:
         return int(self.feed.ids.shape[1]) - 1
 
-    def verify_rows(self, layout: PagedLayout, context: int) -> Packed:
+    def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every slot."""
         feed, width = self.feed, self.k + 1
-        return self.pack_rows(layout, context, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+        return self.pack_rows(layout, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
 
-    def catch_up_rows(self, layout: PagedLayout, context: int) -> Packed:
+    def catch_up_rows(self, layout: PagedLayout) -> Packed:
         """The last two tokens of every slot: what a draft model may not have read yet. Logits of the second."""
         ids, positions, slots = (line.view(-1) for line in self.feed.before)
-        packed = self.pack_rows(layout, context, 2, ids, positions, slots)
+        packed = self.pack_rows(layout, 2, ids, positions, slots)
         object.__setattr__(packed, "wanted", torch.arange(1, 2 * self.size, 2, device=ids.device))
         return packed
 
-    def node_rows(self, layout: PagedLayout, context: int, node: int) -> Packed:
+    def node_rows(self, layout: PagedLayout, node: int) -> Packed:
         """One node of every slot."""
         feed = self.feed
         positions, slots = feed.columns[0, node + 1], feed.columns[1, node + 1]
-        return self.pack_rows(layout, context, 1, feed.ids[:, node + 1], positions, slots)
+        return self.pack_rows(layout, 1, feed.ids[:, node + 1], positions, slots)
 
-    def pack_rows(
-        self, layout: PagedLayout, context: int, rows: int, ids: Tensor, positions: Tensor, slots: Tensor
-    ) -> Packed:
-        """So many rows of every slot, wherever those tensors say."""
+    def pack_rows(self, layout: PagedLayout, rows: int, ids: Tensor, positions: Tensor, slots: Tensor) -> Packed:
+        """So many rows of every slot, wherever those tensors say; planned for all pages a sequence can have."""
         size, tables = self.size, self.slots.control[:, step.PAGES :]
+        reach = tables.shape[1] * self.page
         plans = {
-            (shape.window, shape.group): even_plan(size, rows, tables, self.page, context, shape.head_dim)
+            (shape.window, shape.group): even_plan(size, rows, tables, self.page, reach, shape.head_dim)
             for shape in layout.layers
         }
         wanted = torch.arange(size * rows, device=ids.device)
@@ -142,7 +141,9 @@ class Replay:
         self._target, self._layout, self._drafter, self._tables = target, layout, drafter, tables
         self._suite, self._graphs = layout.suite, graphs and target.model.device.type == "cuda"
         self._context = target.model.context
-        self._longest = drafter.longest if isinstance(drafter, Listens) else FAR
+        widest = max(shape.group for shape in layout.layers)
+        far = max(1, TILE // widest - 1)  # all rows of a sequence are one tile
+        self._longest = min(drafter.longest, far) if isinstance(drafter, Listens) else far
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
         self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
@@ -247,7 +248,7 @@ class Replay:
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
         suite, feed, slots = space.suite, space.feed, space.slots
-        packed = space.verify_rows(self._layout, self._context)
+        packed = space.verify_rows(self._layout)
         fill = self._drafter.plan_fill(space) if space.k else lambda: None
 
         def run() -> None:

@@ -16,6 +16,8 @@ from faircopy import rng
 from faircopy.kernels.gumbel import argmax, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
+SLICE = 256  # rows whose whole vocabulary is sorted at once
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -65,6 +67,12 @@ def probabilities(logits: Tensor, rows: Seq[Row]) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     """The model's own log probabilities, before any parameter acts: each row's token first, then the best ones."""
+    if len(tokens) > SLICE:  # sorting a vocabulary takes many times its memory
+        return [
+            found
+            for at in range(0, len(tokens), SLICE)
+            for found in logprobs(logits[at : at + SLICE], tokens[at : at + SLICE], best)
+        ]
     table = torch.log_softmax(logits.float(), -1)
     values, ids = table.sort(dim=-1, descending=True, stable=True)
     return [

@@ -8,6 +8,7 @@ from typing import Protocol
 from faircopy.policy import Policy
 from faircopy.types import Batch, Decision, Draft, FinishReason, Output, Sequence, Verdict
 
+WORDY = 512  # prompt tokens fed at once of which every row's logits are wanted
 Wish = Callable[[Sequence], int]  # how many draft nodes a sequence should get, room permitting
 
 
@@ -102,6 +103,7 @@ class Scheduler:
 
     def retreat(self, seqs: list[Sequence]) -> None:
         """A step broke off: its sequences give up their pages and come back as if preempted."""
+        self._ahead = 0
         for seq in seqs:
             if seq in self._running:
                 self._preempt(seq)
@@ -150,6 +152,8 @@ class Scheduler:
     def _share(self, seq: Sequence, chunk: int, wish: Wish) -> tuple[int, int]:
         """How far to feed, and how many nodes. Guesses beyond the sequence's limit would be wasted."""
         length, cached = len(seq.tokens), self._cached(seq)
+        if seq.params.prompt_logprobs is not None and cached < len(seq.prompt):
+            chunk = min(chunk, WORDY)
         if length - cached > max(chunk, 1):
             return cached + chunk, 0
         return length, max(0, min(wish(seq), seq.limit - length - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,51 @@ def test_one_without_drafts_does_not_ground_the_others(pair, plain) -> None:  # 
     engine.replay.launch = counted
     assert finish(engine, seqs) == plain[repr(WARM)]
     assert launches > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
+
+
+def shorter(model: Fused, context: int) -> Fused:
+    other = copy(model)
+    other.context = context
+    return other
+
+
+@pytest.mark.parametrize("context", [64, 60])
+@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
+def test_texts_run_into_the_end_of_the_context(pair, context, drafter) -> None:  # type: ignore[no-untyped-def]
+    """Nodes behind the last page must not be looked for: the table ends there."""
+    short = (shorter(pair[0], context), pair[1])
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+
+    def run(name: str | None, **options: object) -> list[list[int]]:
+        engine = build(short, name, page=16, **options)
+        return finish(engine, ask(engine, params))
+
+    assert run(drafter, k=4 if drafter else 0) == run(None, k=0, max_batch=1, graphs=False)
+
+
+def test_a_draft_model_of_shorter_context_flies_along(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build((pair[0], shorter(pair[1], 30)), "model", k=3, page=8)
+    assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
+    reach = engine.replay._slots.control.shape[1] * 8
+    plans = [
+        p
+        for space, _ in engine.replay._spaces.values()
+        for p in space.node_rows(engine.target.layout, 0).plans.values()
+    ]
+    assert all(plan.blocks * 128 >= pair[0].context for plan in plans) and reach >= pair[0].context
+
+
+def test_a_flight_that_nobody_waits_for_is_dropped(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=2)
+    first = engine.add(
+        Request((5, 9, 9, 5, 9), SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=tuple(range(4096))))
+    )
+    finish(engine, [first])
+    seqs = ask(engine, GREEDY)
+    assert engine.step(), "a step advances somebody"
+    assert finish(engine, seqs) == plain[repr(GREEDY)]
+
+
+def test_long_chains_are_verified_from_the_host(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "ngram", k=200)
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]

@@ -43,8 +43,8 @@ class Aloft:
     def plan_fill(self, space: Any) -> Callable[[], None]:
         """Read, then guess node by node."""
         reading = _Reading(self, space)
-        packed = reading.packed(self._layout, self._head.context)
-        deeper = [space.node_rows(self._layout, self._head.context, node) for node in range(space.k - 1)]
+        packed = reading.packed(self._layout)
+        deeper = [space.node_rows(self._layout, node) for node in range(space.k - 1)]
 
         def fill() -> None:
             reading.prepare()
@@ -78,9 +78,9 @@ class _Reading:
         self._ids, self._positions, self._slots = rows
         self.last = torch.zeros(space.size, dtype=torch.int64, device=device)  # which of the rows is the text's last
 
-    def packed(self, layout: PagedLayout, context: int) -> Packed:
+    def packed(self, layout: PagedLayout) -> Packed:
         ids, positions, slots = (part.view(-1) for part in (self._ids, self._positions, self._slots))
-        result: Packed = self._space.pack_rows(layout, context, self.count, ids, positions, slots)
+        result: Packed = self._space.pack_rows(layout, self.count, ids, positions, slots)
         return result
 
     def prepare(self) -> None:

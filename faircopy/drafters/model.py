@@ -58,8 +58,8 @@ class ModelDrafter:
     def plan_fill(self, space: Any) -> Callable[[], None]:
         """The same on the device: the last two tokens first, then node by node."""
         model, layout, feed = self._runner.model, self._runner.layout, space.feed
-        passes = [space.catch_up_rows(layout, model.context)]
-        passes += [space.node_rows(layout, model.context, node) for node in range(space.k - 1)]
+        passes = [space.catch_up_rows(layout)]
+        passes += [space.node_rows(layout, node) for node in range(space.k - 1)]
 
         def fill() -> None:
             for node, packed in enumerate(passes):

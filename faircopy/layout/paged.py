@@ -41,7 +41,9 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self.trash = tables.pool.pages * tables.page  # one page more than the pool knows; it stays zero
+        self.trash = (
+            tables.pool.pages * tables.page
+        )  # one page more than the pool knows; nobody's keys: zeros, or what empty seats wrote
         kind = cache_dtype(dtype, device)
         shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]

@@ -179,7 +179,7 @@ def _attend(
         seq, first, end = tl.load(seqs + tile), tl.load(ranges + 2 * tile), tl.load(ranges + 2 * tile + 1)
     live = row >= 0
     position = tl.load(positions + row, mask=live, other=-1)
-    stop = tl.minimum(end, tl.max(position, 0) // BN + 1)
+    stop = tl.minimum(tl.minimum(end, blocks), tl.max(position, 0) // BN + 1)
     if WINDOWED:
         lowest = tl.min(tl.where(live, position, END_), 0)
         first = tl.maximum(first, tl.maximum(lowest - window + 1, 0) // BN)

@@ -81,10 +81,11 @@ def _prepare(
     at = tl.arange(0, WP)
     inside = at < W
     position = n - 1 + at
-    tl.store(positions + b * W + at, position, mask=inside)
+    seen = tl.minimum(position, limit - 1)  # nodes beyond count for nothing, and have no pages to look into
+    tl.store(positions + b * W + at, seen, mask=inside)
     slot = _slot(line + 7, position, limit, inside, trash, PAGE)
     tl.store(slots + b * W + at, slot, mask=inside)
-    tl.store(lanes + at * size + b, position.to(tl.int64), mask=inside)
+    tl.store(lanes + at * size + b, seen.to(tl.int64), mask=inside)
     tl.store(lanes + (W + at) * size + b, slot, mask=inside)
     noise = mix(mix(mix(seed ^ (position + 1).to(tl.uint64))))
     tl.store(keys + b * W + at, noise.to(tl.int64, bitcast=True), mask=inside)
@@ -175,7 +176,7 @@ def prepare_twin(slots: Slots, feed: Feed, page: int, trash: int) -> None:
         feed.ids[b, 0] = slots.history[b, n - 1]
         feed.heat[b] = slots.control[b, HEAT : HEAT + 1].view(torch.float32)
         for j in range(feed.ids.shape[1]):
-            feed.positions[b, j] = n - 1 + j
+            feed.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
             feed.slots[b, j] = _slot_twin(row, n - 1 + j, page, trash)
             feed.keys[b, j] = _as_signed(_key_twin(seed, n + j))
         feed.columns[0, :, b], feed.columns[1, :, b] = feed.positions[b], feed.slots[b]
