@@ -57,4 +57,7 @@ class BatchError(FaircopyError):
 
 def _short(value: Any, limit: int = 80) -> str:
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) <= limit:
+        return text
+    end = 2 * limit // 3  # a path's last part, and the line after it, tell most
+    return f"{text[: limit - end - 3]}...{text[-end:]}"
