@@ -58,6 +58,19 @@ def ask(engine: Engine, params: SamplingParams, k: int | None = None) -> list[Se
     return [engine.add(Request(tuple(p), params, seed=n, k=k)) for n, p in enumerate(PROMPTS)]
 
 
+def count_launches(engine: Engine) -> list[None]:
+    """A list that grows by one with every step sent off."""
+    launches: list[None] = []
+    launch = engine.replay.launch
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        launches.append(None)
+        return launch(*args, **kwargs)
+
+    engine.replay.launch = counted
+    return launches
+
+
 GREEDY = SamplingParams(max_tokens=23)
 WARM = SamplingParams(max_tokens=23, temperature=0.8)
 
@@ -84,17 +97,9 @@ def test_replayed_steps_write_what_plain_decoding_writes(pair, plain, params, dr
 
 def test_replay_is_really_used(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=4)
-    flights = 0
-    launch = engine.replay.launch
-
-    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
-        nonlocal flights
-        flights += 1
-        return launch(*args, **kwargs)
-
-    engine.replay.launch = counted
+    flights = count_launches(engine)
     finish(engine, ask(engine, GREEDY))
-    assert flights >= engine.meter.steps // 2
+    assert len(flights) >= engine.meter.steps // 2
 
 
 def test_scarce_pages_preempt_and_change_nothing(pair, plain) -> None:  # type: ignore[no-untyped-def]
@@ -181,17 +186,9 @@ def test_one_without_drafts_does_not_ground_the_others(pair, plain) -> None:  # 
     engine = build(pair, "model", k=3)
     ks = [None, 0, None, 0, None]
     seqs = [engine.add(Request(tuple(p), WARM, seed=n, k=ks[n])) for n, p in enumerate(PROMPTS)]
-    launches = 0
-    launch = engine.replay.launch
-
-    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
-        nonlocal launches
-        launches += 1
-        return launch(*args, **kwargs)
-
-    engine.replay.launch = counted
+    launches = count_launches(engine)
     assert finish(engine, seqs) == plain[repr(WARM)]
-    assert launches > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
+    assert len(launches) > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
 
 
 def shorter(model: Fused, context: int) -> Fused:

@@ -38,11 +38,6 @@ def processors(device: torch.device) -> int:
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def up(n: int, to: int) -> int:
-    """n rounded up to a multiple."""
-    return -(-n // to) * to
-
-
 def power(n: int, least: int = 1) -> int:
     """The smallest power of two of at least n and least."""
     return max(least, 1 << max(0, n - 1).bit_length())
