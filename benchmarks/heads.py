@@ -23,10 +23,10 @@ from torch import Tensor
 
 from faircopy.bench.record import write
 from faircopy.config import EngineConfig
-from faircopy.drafters.eagle3 import Eagle3
+from faircopy.drafters.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
-from faircopy.drafters.trees import Tree
+from faircopy.drafters.trees import Reranked, Tree
 from faircopy.engine import Engine, build_engine
 from faircopy.model.base import Model
 from faircopy.model.hidden import stock_words
@@ -58,6 +58,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OWN = {"medusa": 63, "clover": 4, "clover2": 25, "eagle3": 60}  # nodes of each paper's tree
 CHAIN, SMALL = 4, 4
+SAME = 25  # nodes of the tree that Clover-2 was compared with EAGLE-1 on; here both by EAGLE-2's rule
+COMPARED = ("clover2", "clover2, regression a tenth", "eagle1", "eagle3")
+PACE = 0.45  # what the variants take on average of the slowest one's time, as measured on an H200
 
 
 @dataclass(slots=True)
@@ -80,6 +83,10 @@ class Bench:
         folder: Path = self.args.work / self.name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def folder(self, variant: str) -> Path:
+        """Where a variant's weights are."""
+        return self.work / folder_of(variant)
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +123,11 @@ class Bench:
         self.rows.append({"target": self.name, **row})
         write(str(self.args.out / "heads.json"), _plain(vars(self.args)), self.rows)
         print(json.dumps(self.rows[-1]), flush=True)
+
+
+def folder_of(variant: str) -> str:
+    """A name that every machine takes for a folder."""
+    return "".join(c if c.isalnum() else "-" for c in variant)
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +183,7 @@ def pace(bench: Bench, text: Tensor, variants: list[str]) -> int:
     quick = {"lr": 1e-4, "bf16": bench.device.type == "cuda"}
     train(task, windows, Settings(steps=3, **quick), log)
     taken = train(task, windows, Settings(steps=6, **quick), log).seconds / 6
-    share = bench.left() * bench.args.train_share / len(variants)
+    share = bench.left() * bench.args.train_share / len(variants) / PACE
     return max(2, min(bench.args.steps, int(share / taken)))
 
 
@@ -187,23 +199,24 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
         bf16=cuda,
         log_every=max(1, bench.steps // 20),
         seed=1,
+        **getattr(learner, "clipping", {}),
     )
-    log = args.out / "logs" / f"{bench.name} {variant}.jsonl"
+    log = bench.work / "logs" / f"{folder_of(variant)}.jsonl"
     done = train(task, Windows(text, bench.length, args.rows, 3), settings, log)
     facts = {"steps": done.step, "tokens": done.tokens, "seconds": round(done.seconds, 1), "loss": done.loss}
     if isinstance(learner, Head):
         batches = held_out_batches(held_out, bench.length, min(8, args.rows), args.measured)
         accuracy = measure_heads(learner, bench.teacher(), batches, cuda)
-        save_head(learner, bench.work / variant, **learner.learned(accuracy.ranks))
+        save_head(learner, bench.folder(variant), **learner.learned(accuracy.ranks))
         facts |= asdict(accuracy)
     else:
-        save_llama(learner, bench.work / variant, bos_token_id=0, eos_token_id=0)
+        save_llama(learner, bench.folder(variant), bos_token_id=0, eos_token_id=0)
     bench.note(kind="accuracy", variant=variant, parameters=learner.size, **facts)
 
 
 def drafter_of(bench: Bench, variant: str) -> Any:
     """A head or draft model as it was saved, for serving."""
-    folder = str(bench.work / variant)
+    folder = str(bench.folder(variant))
     if VARIANTS[variant][0] == "draft":
         return bench.once(folder, lambda: load_model(folder, None, bench.device, True))
     return bench.once(folder, lambda: load_head(folder, bench.model()))
@@ -221,11 +234,15 @@ def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str 
     tidy(bench.device)
     draft = None if variant is None else drafter_of(bench, variant)
     if isinstance(draft, Head):
-        kinds: dict[str, Any] = {"own": type(draft).tree.__get__(draft), "chain": Tree}
+        kinds: dict[str, Any] = {"own": type(draft).tree.__get__(draft), "chain": Tree, "same": same_tree}
         draft.tree = kinds[tree]  # type: ignore[method-assign]
     options = {"memory": bench.args.memory, "device": str(bench.device), "graphs": tree == "chain"}
     config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
     return build_engine(bench.model(), draft=draft, config=config)
+
+
+def same_tree(room: int) -> Tree:
+    return Reranked(room, DEPTH)
 
 
 def decode(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
@@ -252,6 +269,7 @@ def measure_acceptance(bench: Bench, variant: str, prompts: list[list[int]]) -> 
         ("chain", CHAIN, "chain"),
         ("tree of 4", SMALL, "own"),
         ("own tree", OWN.get(variant), "own"),
+        ("tree of 25", SAME if variant in COMPARED else None, "same"),
     ):
         if k is None or bench.known(target=bench.name, kind="acceptance", variant=variant, tree=tree):
             continue
@@ -279,7 +297,7 @@ def measure_speed(bench: Bench, prompts: list[list[int]]) -> None:
     for batch in bench.args.batches:
         for variant, k, tree in speeds():
             name = name_of(variant, k, tree)
-            if variant is not None and not (bench.work / variant / "config.json").exists():
+            if variant is not None and not (bench.folder(variant) / "config.json").exists():
                 continue
             if bench.known(target=bench.name, kind="speed", variant=name, batch=batch):
                 continue
@@ -296,7 +314,7 @@ def run(bench: Bench) -> None:
     text, held_out, prompts = text_of(bench)
     variants = [v for v in VARIANTS if not bench.args.only or v in bench.args.only]
     missing = [v for v in variants if not bench.known(target=bench.name, kind="accuracy", variant=v)]
-    missing += [v for v in variants if v not in missing and not (bench.work / v).exists()]
+    missing += [v for v in variants if v not in missing and not bench.folder(v).exists()]
     if missing:
         bench.steps = pace(bench, text, missing)
         print(f"{bench.name}: {len(text)} tokens, {bench.steps} steps each", flush=True)
@@ -304,10 +322,11 @@ def run(bench: Bench) -> None:
         if bench.left() > 0:
             teach(bench, variant, text, held_out)
     bench._cache.pop("teacher", None)
-    ready = [v for v in variants if (bench.work / v / "config.json").exists()]
+    ready = [v for v in variants if (bench.folder(v) / "config.json").exists()]
     for variant in ready:
         measure_acceptance(bench, variant, prompts)
-    measure_speed(bench, prompts)
+    if not bench.args.untimed:
+        measure_speed(bench, prompts)
     if bench.left() < 0:
         print(f"{bench.name}: out of time, call again for the rest", flush=True)
 
@@ -349,9 +368,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=6.0, help="for all targets together")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", help="train only these variants")
-    parser.add_argument("--steps", type=int, default=1500, help="at most; fewer if the time is short")
+    parser.add_argument("--steps", type=int, default=4000, help="at most; fewer if the time is short")
     parser.add_argument("--train-share", type=float, default=0.5, help="of the time")
-    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--own-rows", type=int, default=8192)
@@ -363,6 +382,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accept-batch", type=int, default=32)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 48])
     parser.add_argument("--memory", default="4GiB")
+    parser.add_argument("--untimed", action="store_true", help="leave the speeds for another call")
     parser.add_argument("--keep", action="append", help="copy this variant's folder to OUT as well, for example clover")
     parser.add_argument("--show", type=Path, help="print the tables of a result file and stop")
     return parser.parse_args(argv)
@@ -388,8 +408,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _keep(bench: Bench) -> None:
     for variant in bench.args.keep or []:
-        if (bench.work / variant).exists():
-            shutil.copytree(bench.work / variant, bench.args.out / f"{bench.name} {variant}", dirs_exist_ok=True)
+        if bench.folder(variant).exists():
+            shutil.copytree(bench.folder(variant), bench.args.out / folder_of(variant), dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.heads import cycle, decode, name_of, speeds, tidy
+from benchmarks.heads import cycle, decode, folder_of, name_of, speeds, tidy
 from faircopy.bench.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
@@ -101,7 +101,7 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
 
 
 def drafter(args: argparse.Namespace, variant: str, small_target: Model, target: Model) -> Any:
-    folder = str(args.work / variant)
+    folder = str(args.work / folder_of(variant))
     if variant == "draft":
         kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
         return inflated_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
@@ -124,7 +124,7 @@ def measure(
         options = {"memory": args.memory, "device": args.device, "exact": args.exact, "graphs": graphs}
         config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
         engine = build_engine(target, draft=draft, config=config)
-        decode(engine, cycle(prompts, batch), 8)  # warm
+        decode(engine, cycle(prompts, batch), args.new)  # as long: graphs are captured where first needed
         rate, per_step = decode(engine, cycle(prompts, batch), args.new)
         rows.append({"variant": name, "batch": batch, "rate": round(rate, 1), "per_step": round(per_step, 3)})
         print(json.dumps(rows[-1]), flush=True)
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     small = load_model(args.target, kind, device)
     target = inflated_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
     for variant, k, tree in speeds():
-        if time.time() > args.deadline or (variant and not (args.work / variant / "config.json").exists()):
+        if time.time() > args.deadline or (variant and not (args.work / folder_of(variant) / "config.json").exists()):
             continue
         draft = None if variant is None else drafter(args, variant, small, target)
         if tree == "chain" and isinstance(draft, Head):

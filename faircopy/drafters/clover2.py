@@ -3,11 +3,14 @@
 From the authors' code: the un-normalised last state and the next token go through an attention decoder with a cosine
 gate, then two decoder layers that start as the target's last one, then a norm. Level 0 speaks through a projector;
 deeper levels share a second decoder and a projector that is given the token too. The loss pulls each output towards the
-target's own state (smooth L1, times ten) and its distribution, 0.7 of that a level deeper. Trees grow by the rule of
-their dynamic path (top-p of 0.95), not by the static tree of 25 nodes that their numbers were measured with.
+target's own state (smooth L1, times ten) and its distribution, 0.7 of that a level deeper; every gradient is cut at 0.5
+by itself. Trees grow by the rule of their dynamic path (top-p of 0.95), not by the static tree of 25 nodes that their
+numbers were measured with.
 """
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +49,7 @@ def near(linear: nn.Linear, identity: float) -> nn.Linear:
 
 class Clover2(Head):
     decay = 0.7
+    clipping: ClassVar[dict[str, Any]] = {"clip": 0.5, "clip_each": True}
 
     def __init__(self, config: HeadConfig) -> None:
         shape, layers = config.shape, config.options.get("layers", 2)

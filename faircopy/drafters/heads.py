@@ -77,6 +77,7 @@ class Head(nn.Module, ABC):
 
     deep: ClassVar[bool] = False  # whether guesses beyond the first level need keys and values of their own
     decay: ClassVar[float] = 0.8  # what a level's loss weighs against the one before
+    clipping: ClassVar[dict[str, Any]] = {}  # of gradients, where the paper says so: see train.loop.Settings
 
     def __init__(self, config: HeadConfig, wants: tuple[int, ...], layers: int = 0) -> None:
         super().__init__()

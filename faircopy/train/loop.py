@@ -46,6 +46,7 @@ class Settings:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+    clip_each: bool = False  # cut every gradient at `clip` by itself instead of all by their norm
     accumulate: int = 1  # batches per step
     bf16: bool = False  # products in bfloat16; weights and optimiser stay float32
     log_every: int = 10
@@ -129,12 +130,20 @@ class _Run:
             batch = self.batches.batch(self.progress.step * settings.accumulate + part)
             self._accumulate(batch)
             self.progress.tokens += batch.numel()
-        norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip)
+        norm = self._clip()
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.sums.add({"grad_norm": norm}, 1.0)
         self.sums.steps += 1
         self._tick()
+
+    def _clip(self) -> Tensor:
+        """Keep gradients within bounds; how large they were together."""
+        if not self.settings.clip_each:
+            return nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        nn.utils.clip_grad_value_(self.parameters, self.settings.clip)
+        return norm
 
     def _accumulate(self, batch: Tensor) -> None:
         with self._precision():

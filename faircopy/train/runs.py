@@ -77,7 +77,7 @@ class Plan:
         auto = self.precision == "auto" and self.torch_device().type == "cuda"
         return auto or self.precision == "bfloat16"
 
-    def settings(self) -> Settings:
+    def settings(self, **special: Any) -> Settings:
         return Settings(
             steps=self.steps,
             lr=self.lr,
@@ -88,6 +88,7 @@ class Plan:
             log_every=self.log_every,
             checkpoint_every=self.checkpoint_every or max(1, self.steps // 10),
             seed=self.seed,
+            **special,
         )
 
 
@@ -116,7 +117,7 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     if isinstance(head, Eagle3):
         head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
-    progress = _run(HeadTask(head, teacher), text, plan)
+    progress = _run(HeadTask(head, teacher), text, plan, **head.clipping)
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, plan.length, 1, 32), plan.bf16)
     save_head(head, plan.out, **head.learned(accuracy.ranks))
     _report(plan, progress, parameters=head.size, **asdict(accuracy))
@@ -177,10 +178,10 @@ def _teacher(plan: Plan) -> Teacher:
     return Teacher(load_stock(plan.target, torch.bfloat16 if device.type == "cuda" else torch.float32, device))
 
 
-def _run(task: Task, text: Tensor, plan: Plan) -> Progress:
+def _run(task: Task, text: Tensor, plan: Plan, **special: Any) -> Progress:
     log = plan.out / "log.jsonl"
     windows = Windows(text, plan.length, plan.rows, plan.seed)
-    progress = train(task, windows, plan.settings(), log, plan.out / "state.pt")
+    progress = train(task, windows, plan.settings(**special), log, plan.out / "state.pt")
     _draw(log, plan.out / "curves.png")
     return progress
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     length = min(args.length, head.context - 1)  # a window has one token more
     settings = Settings(
         steps=args.steps, seconds=time_left(args), lr=args.lr, warmup=0.03, weight_decay=0.01, bf16=on_gpu(args),
-        log_every=20, seed=args.seed,
+        log_every=20, seed=args.seed, **head.clipping,
     )  # fmt: skip
     log = args.work / "logs" / f"{args.method}.jsonl"
     windows = Windows(text, length, args.rows, args.seed)
