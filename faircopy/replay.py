@@ -13,12 +13,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy import rng
 from faircopy.kernels.gpu import step
-from faircopy.kernels.gpu.attention import even_plan
+from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, tree_plan
 from faircopy.kernels.gpu.suite import Suite
+from faircopy.kernels.gpu.tree import Branches
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.tables import Tables
@@ -37,10 +39,11 @@ class Space:
 
     slots: step.Slots
     feed: step.Feed
-    out: Tensor  # [B, 2 W + 2] what accept reports
+    out: Tensor  # [B, 2 W + 2] what accept reports, or [B, 4 W + 1] what climb does
     suite: Suite
     page: int
     trash: int
+    branches: Branches | None = None  # where drafts are trees
 
     @property
     def size(self) -> int:
@@ -52,8 +55,11 @@ class Space:
 
     def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every slot."""
-        feed, width = self.feed, self.k + 1
-        return self.pack_rows(layout, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+        feed, trees = self.feed, self.branches
+        rows = (feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+        if trees is None:
+            return self.pack_rows(layout, self.k + 1, *rows)
+        return self._pack(self.k + 1, *rows, self._tree_plans(layout, trees.base, trees.paths))
 
     def catch_up_rows(self, layout: PagedLayout) -> Packed:
         """The last two tokens of every slot: what a draft model may not have read yet. Logits of the second."""
@@ -70,15 +76,51 @@ class Space:
 
     def pack_rows(self, layout: PagedLayout, rows: int, ids: Tensor, positions: Tensor, slots: Tensor) -> Packed:
         """So many rows of every slot, wherever those tensors say; planned for all pages a sequence can have."""
-        size, tables = self.size, self.slots.control[:, step.PAGES :]
-        reach = tables.shape[1] * self.page
+        tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): even_plan(size, rows, tables, self.page, reach, shape.head_dim)
+            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, shape.head_dim)
             for shape in layout.layers
         }
-        wanted = torch.arange(size * rows, device=ids.device)
-        places = [range(n * rows, (n + 1) * rows) for n in range(size)]
-        return Packed(ids, positions, slots, plans, wanted, [1] * size, [range(rows - 1)] * size, places)
+        return self._pack(rows, ids, positions, slots, plans)
+
+    def pack_paths(self, layout: PagedLayout, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
+        """Rows [B, R] behind the text at base [B], each seeing its path [B, R, n]: the last place on it is its own.
+
+        What lies behind the limit counts for nothing: it is written to the trash and looked for nowhere.
+        """
+        last = self.slots.control[:, step.LIMIT, None].long() - 1
+        slots = self.places(base[:, None] + path[..., -1])
+        seen = torch.minimum(path, (last - base[:, None])[..., None]).int()
+        plans = self._tree_plans(layout, base.int(), F.pad(seen, (0, PATH - seen.shape[-1])))
+        return self._pack(ids.shape[1], ids.flatten(), torch.minimum(positions, last).flatten(), slots.flatten(), plans)
+
+    def places(self, index: Tensor) -> Tensor:
+        """Where the keys of these positions [B, n] lie; behind the limit, in the trash."""
+        tables = self.slots.control[:, step.PAGES :]
+        pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
+        inside = index < self.slots.control[:, step.LIMIT, None]
+        return torch.where(inside, pages * self.page + index % self.page, self.trash)
+
+    @property
+    def _tables(self) -> tuple[Tensor, int]:
+        """Page tables, and how many tokens they reach."""
+        tables = self.slots.control[:, step.PAGES :]
+        return tables, tables.shape[1] * self.page
+
+    def _tree_plans(self, layout: PagedLayout, base: Tensor, paths: Tensor) -> dict[tuple[int, int], PagePlan]:
+        tables, reach = self._tables
+        longest = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
+        return {
+            (shape.window, shape.group): tree_plan(
+                base, paths, tables, self.page, reach, shape.group, longest, shape.head_dim
+            )
+            for shape in layout.layers
+        }
+
+    def _pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[Any, PagePlan]) -> Packed:
+        wanted = torch.arange(self.size * rows, device=ids.device)
+        places = [range(n * rows, (n + 1) * rows) for n in range(self.size)]
+        return Packed(ids, positions, slots, plans, wanted, [1] * self.size, [range(rows - 1)] * self.size, places)
 
 
 @runtime_checkable
@@ -102,11 +144,14 @@ class Listens(Protocol):
     wants: tuple[int, ...]
     longest: int  # nodes it can fill
 
+    def levels(self, k: int) -> int:
+        """How deep its trees of k nodes can be; 0: they are chains."""
+
     def board(self, seats: dict[Sequence, int]) -> None:
         """These sequences sit there now."""
 
     def keep(self, space: Space, states: dict[int, Tensor]) -> None:
-        """The target's states of all rows of a step, before anything is accepted; captured."""
+        """The target's states of all rows of a step, once it is known which were accepted; captured."""
 
     @property
     def kept(self) -> list[Tensor]:
@@ -132,6 +177,31 @@ class Flight:
         return self.space.size * (self.space.k + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a step reports of one seat."""
+
+    tokens: list[int]
+    room: int
+    sound: bool
+    nodes: list[int]
+    parents: list[int]
+    path: list[int]  # accepted nodes
+
+    @classmethod
+    def of(cls, row: Any, width: int, tree: bool) -> _Told:
+        count, room, sound = (int(number) for number in row[:3])
+        accepted = count - 1 if sound else count
+        nodes = [int(n) for n in row[3 + width : 3 + width + room]]
+        tokens = [int(n) for n in row[3 : 3 + count]]
+        if not tree:
+            nodes = [n for n in nodes if n >= 0]
+            return cls(tokens, room, bool(sound), nodes, list(range(-1, len(nodes) - 1)), list(range(accepted)))
+        parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
+        path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
+        return cls(tokens, room, bool(sound), nodes, parents, path)
+
+
 class Replay:
     """Owns the slots, the graphs and the host's side of both."""
 
@@ -142,8 +212,8 @@ class Replay:
         self._suite, self._graphs = layout.suite, graphs and target.model.device.type == "cuda"
         self._context = target.model.context
         widest = max(shape.group for shape in layout.layers)
-        far = max(1, TILE // widest - 1)  # all rows of a sequence are one tile
-        self._longest = min(drafter.longest, far) if isinstance(drafter, Listens) else far
+        far = max(1, TILE // widest - 1)  # all rows of a chain are one tile
+        self._longest = _most(drafter, far)
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
         self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
@@ -186,24 +256,22 @@ class Replay:
         """Wait for a step and say what it gave those who still want it."""
         if flight.landed is not None:
             flight.landed.synchronize()
-        rows, width = flight.report.numpy(), flight.space.k + 1
+        reports, k = flight.report.numpy(), flight.space.k
         batch, draft, decisions = Batch([], [], []), Draft([], []), []
         for seq, seat in flight.seats.items():
             if seq.finished is not None:
                 continue
-            count, room, sound = (int(number) for number in rows[seat, :3])
-            nodes = [int(n) for n in rows[seat, 3 + width : 3 + width + room] if n >= 0]
-            accepted = count - 1 if sound else count
-            length = len(seq.tokens)
+            told = _Told.of(reports[seat], k + 1, flight.space.branches is not None)
+            length, accepted = len(seq.tokens), len(told.path)
             self._layout.settle(seq, length + accepted)
-            self._drafter.settle(seq, length, accepted, flight.space.k)
-            tokens = [int(n) for n in rows[seat, 3 : 3 + count]]
-            decisions.append(Decision(list(range(accepted)), tokens, error=None if sound else numerics_error(seq)))
+            self._layout.moved += sum(node != place for place, node in enumerate(told.path))
+            self._drafter.settle(seq, length, accepted, k)
+            decisions.append(Decision(told.path, told.tokens, error=None if told.sound else numerics_error(seq)))
             batch.seqs.append(seq)
             batch.upto.append(length)
-            batch.room.append(room)
-            draft.tokens.append(nodes)
-            draft.parents.append(list(range(-1, len(nodes) - 1)))
+            batch.room.append(told.room)
+            draft.tokens.append(told.nodes)
+            draft.parents.append(told.parents)
         return batch, draft, Verdict(decisions)
 
     def warm(self, k: int) -> None:
@@ -239,35 +307,42 @@ class Replay:
     def _make_space(self, size: int, k: int) -> tuple[Space, Callable[[], None]]:
         device, page = self._target.model.device, self._tables.page
         feed = step.Feed.empty(size, k + 1, device)
-        out = torch.zeros(size, 2 * k + 4, dtype=torch.int32, device=device)
-        space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash)
+        deepest = self._drafter.levels(k) if isinstance(self._drafter, Listens) and k else 0
+        branches = Branches.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
+        out = torch.zeros(size, 4 * k + 5 if deepest else 2 * k + 4, dtype=torch.int32, device=device)
+        space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash, branches)
         run = self._plan_step(space)
         self._rehearse(space, run)
         return space, self._captured(run) if self._graphs else run
 
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
-        suite, feed, slots = space.suite, space.feed, space.slots
-        packed = space.verify_rows(self._layout)
+        suite, feed, slots, trees = space.suite, space.feed, space.slots, space.branches
         fill = self._drafter.plan_fill(space) if space.k else lambda: None
 
         def run() -> None:
             suite.prepare(slots, feed, space.page, space.trash)
             fill()
-            logits = self._listen(space, packed)
+            if trees is not None:
+                suite.graft(slots, feed, trees)
+            logits, states = self._listen(space.verify_rows(self._layout))
             chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            suite.accept(slots, feed, chosen, space.out)
+            if trees is not None:
+                suite.climb(slots, feed, trees, chosen, space.out)
+                suite.compact(slots, trees, space.out, space.page)
+            else:
+                suite.accept(slots, feed, chosen, space.out)
+            if isinstance(self._drafter, Listens):
+                self._drafter.keep(space, states)
 
         return torch.no_grad()(run)
 
-    def _listen(self, space: Space, packed: Packed) -> Tensor:
+    def _listen(self, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
         """The target's pass, overheard by a drafter that wants to."""
         if not isinstance(self._drafter, Listens):
-            return self._target.model.forward(packed, self._layout)
+            return self._target.model.forward(packed, self._layout), {}
         taps = Taps(self._drafter.wants)
-        logits = self._target.model.forward(packed, self._layout, taps)
-        self._drafter.keep(space, taps.states)
-        return logits
+        return self._target.model.forward(packed, self._layout, taps), taps.states
 
     def _rehearse(self, space: Space, run: Callable[[], None]) -> None:
         """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
@@ -333,3 +408,10 @@ class Replay:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _most(drafter: Fills, far: int) -> int:
+    """Nodes that a captured step can have: a chain's rows are one tile, a tree's paths fit their table."""
+    if not isinstance(drafter, Listens):
+        return far
+    return min(drafter.longest, PATH if drafter.levels(drafter.longest) else far)

@@ -248,7 +248,7 @@ def _pick(device: torch.device) -> float:
     logits[4, 5000] = torch.nan
     logits[5, 17] = -torch.inf
     heat = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
-    keys = torch.tensor([step._as_signed(rng.key(7, n)) for n in range(6)], device=device)
+    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(6)], device=device)
     wrong = 0
     for strict in (False, True):
         ours, twin = (f(logits, heat, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))

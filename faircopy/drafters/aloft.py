@@ -1,4 +1,4 @@
-"""A head's part of a captured step: it reads what the last step kept and guesses a chain, and nobody looks.
+"""A head's part of a captured step: it reads what the last step kept and grows a tree per seat, and nobody looks.
 
 Row j of a seat's kept states belongs to position read + j, where `read` is the first position the head has not read.
 How many of them count is known only on the device; rows beyond the text are computed too, and the next step's land on
@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faircopy.drafters.groves import Front, Grove, grove_of
 from faircopy.drafters.heads import Head, Rows
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 
-LIMIT, PAGES = 2, 7  # columns of the control table: how far a seat may go, and where its pages begin
+LIMIT = 2  # column of the control table: how far a seat may go
 
 
 class Aloft:
     """What a head remembers of every seat between steps, and the passes that use it."""
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: Callable[[Packed], Rows], seats: int) -> None:
-        self._head, self._layout, self._rows_of = head, layout, rows_of
+        self.head, self.layout, self.rows_of = head, layout, rows_of
         like = head._like()
         self.read = torch.zeros(seats, dtype=torch.int64, device=like.device)
         self.states = like.new_zeros(seats, head.levels + 1, head.width)
@@ -35,35 +36,101 @@ class Aloft:
         self.states[seat, : len(states)] = states
 
     def keep(self, space: Any, states: dict[int, Tensor]) -> None:
-        """After the target's pass: the states of all its rows, for whichever of them are accepted."""
-        joined = torch.cat([states[layer] for layer in self._head.wants], -1)
-        self.states[: space.size, : space.k + 1] = joined.view(space.size, space.k + 1, -1).to(self.states.dtype)
-        self.read[: space.size] = space.slots.lengths.long()
+        """After a step: the states of the rows that became text, in its order."""
+        joined = torch.cat([states[layer] for layer in self.head.wants], -1).to(self.states.dtype)
+        rows = joined.view(space.size, space.k + 1, -1)
+        if space.branches is not None:
+            taken = space.branches.taken[:, : self.states.shape[1]].long()
+            rows = rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
+        self.states[: space.size, : rows.shape[1]] = rows
+        self.read[: space.size] = space.feed.positions[:, 0].long() + 1
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
-        """Read, then guess node by node."""
+        """Read, then guess level by level."""
         reading = _Reading(self, space)
-        packed = reading.packed(self._layout)
-        deeper = [space.node_rows(self._layout, node) for node in range(space.k - 1)]
+        packed = reading.packed(self.layout)
+        grove = grove_of(self.head.tree(space.k), space.size, self.read.device)
+        growing: _Growing = _Straight(self, space) if grove.straight else _Growing(self, space)
 
         def fill() -> None:
             reading.prepare()
             states = self.states[: space.size].flatten(0, 1)
-            memory = self._head.read(states[None], packed.ids[None], self._rows_of(packed))[0]
+            memory = self.head.read(states[None], packed.ids[None], self.rows_of(packed))[0]
             memory = memory.view(space.size, reading.count, -1)[reading.seats, reading.last]
-            for node in range(space.k):
-                memory = self._guess(space, node, memory, deeper)
+            growing.run(grove, memory[:, None])
 
         return fill
 
-    def _guess(self, space: Any, node: int, memory: Tensor, deeper: list[Packed]) -> Tensor:
-        """One more node for every seat, chosen with the requests' own noise."""
-        feed, head = space.feed, self._head
-        rows = self._rows_of(deeper[node - 1]) if node and head.deep else None
-        guess = head.step(node, memory[None], feed.ids[:, node].long()[None], rows)
-        logits = torch.nan_to_num(guess.logits[0], neginf=-torch.inf).contiguous()
-        space.suite.pick(logits, feed.heat[:, node], feed.keys[:, node], vocab=head.vocab, out=feed.ids[:, node + 1])
-        return guess.memory[0]
+
+class _Growing:
+    """The levels of one step's trees; each row in front has a slot of its own behind the text."""
+
+    def __init__(self, aloft: Aloft, space: Any) -> None:
+        self._aloft, self._space, self._head = aloft, space, aloft.head
+
+    def run(self, grove: Grove, memory: Tensor) -> None:
+        """From what the head remembers of the last token [B, 1, M] to nodes and parents in the space."""
+        space = self._space
+        tokens, rows = space.feed.ids[:, :1].long(), None
+        self._begin()
+        grove.plant()
+        last = min(self._head.levels, space.k) - 1
+        for level in range(last + 1):
+            guess = self._head.step(level, memory.flatten(0, 1)[None], tokens.flatten()[None], rows)
+            ids, scores = self._offers(grove, level, guess.logits[0])
+            front = grove.grow(ids, scores)
+            if front is None or level == last:
+                break
+            above = front.above[..., None]
+            seen = guess.memory[0].view(space.size, -1, guess.memory.shape[-1])
+            memory, tokens = seen.gather(1, above.expand(-1, -1, seen.shape[-1])), front.tokens
+            rows = self._rows(level + 1, front) if self._head.deep else None
+        self._write(*grove.result())
+
+    def _offers(self, grove: Grove, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens of each row, or the one that the request's noise picks."""
+        feed, size = self._space.feed, self._space.size
+        ids, scores = self._space.suite.offer(
+            logits.contiguous(), feed.heat[:, level], feed.keys[:, level], grove.offered, self._head.vocab
+        )
+        return ids.view(size, -1, grove.offered), scores.view(size, -1, grove.offered)
+
+    def _begin(self) -> None:
+        self._paths: Tensor | None = None
+        self._expanded = 0
+
+    def _rows(self, level: int, front: Front) -> Rows:
+        """Slots behind the nodes expanded before, and for each row the path of its ancestors' slots."""
+        space, base = self._space, self._space.slots.lengths.long()
+        own = self._expanded + torch.arange(front.tokens.shape[1], device=base.device)
+        self._expanded += len(own)
+        path = own[:, None].expand(space.size, -1, 1)
+        if self._paths is not None:
+            before = self._paths.gather(1, front.above[..., None].expand(-1, -1, self._paths.shape[-1]))
+            path = torch.cat([before, path], -1)
+        self._paths = path
+        positions = (base[:, None] + level - 1).expand(-1, len(own))
+        return self._aloft.rows_of(space.pack_paths(self._aloft.layout, front.tokens, positions, base, path))
+
+    def _write(self, tokens: Tensor, parents: Tensor) -> None:
+        self._space.feed.ids[:, 1:] = tokens
+        self._space.branches.parents[:, 1:] = parents + 1
+
+
+class _Straight(_Growing):
+    """Chains: a node stands where its place in the chain is."""
+
+    def __init__(self, aloft: Aloft, space: Any) -> None:
+        super().__init__(aloft, space)
+        self._deeper = [space.node_rows(aloft.layout, node) for node in range(space.k)] if aloft.head.deep else []
+
+    def _rows(self, level: int, front: Front) -> Rows:
+        packed = self._deeper[level - 1]
+        self._space.feed.ids[:, level] = front.tokens[:, 0]
+        return self._aloft.rows_of(packed)
+
+    def _write(self, tokens: Tensor, parents: Tensor) -> None:
+        self._space.feed.ids[:, 1:] = tokens
 
 
 class _Reading:
@@ -85,13 +152,10 @@ class _Reading:
 
     def prepare(self) -> None:
         """Where the text has come to: tokens, positions and slots of the rows from the first unread one on."""
-        slots, page = self._space.slots, self._space.page
+        slots = self._space.slots
         positions = self._read[:, None] + self._ahead
         inside = positions < slots.control[:, LIMIT, None]
-        positions = positions.clamp(max=slots.history.shape[1] - 1)
-        self._ids.copy_(slots.history.gather(1, positions))
-        tables = slots.control[:, PAGES:]
-        pages = tables.gather(1, (positions // page).clamp(max=tables.shape[1] - 1)).long()
-        self._slots.copy_(torch.where(inside, pages * page + positions % page, self._space.trash))
+        self._ids.copy_(slots.history.gather(1, positions.clamp(max=slots.history.shape[1] - 1)))
+        self._slots.copy_(self._space.places(positions))
         self._positions.copy_(torch.where(inside, positions, 0))
         self.last.copy_((slots.lengths - 1 - self._read).clamp(0, self.count - 1))

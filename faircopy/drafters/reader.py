@@ -19,6 +19,7 @@ from faircopy.model.runner import Result
 from faircopy.sampling import Row, adjusted, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
+LARGEST = 64  # nodes of a tree
 PATIENCE = 64  # states that wait, where nothing is to be guessed, before they are read anyway
 
 
@@ -75,8 +76,12 @@ class HeadDrafter:
 
     @property
     def longest(self) -> int:
-        """How long a chain it can guess without the host."""
-        return self._head.levels
+        """How many nodes it can guess without the host."""
+        return self._head.levels if _straight(self._head) else LARGEST
+
+    def levels(self, k: int) -> int:
+        """How deep its trees of k nodes can be; 0: they are chains."""
+        return 0 if _straight(self._head) else min(self._head.levels, k)
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
         return self._aloft.plan_fill(space)
@@ -239,6 +244,11 @@ class _States:
     def drop(self, below: int) -> None:
         """Positions below this have been read."""
         self._pieces = [piece for piece in self._pieces[:-1] if piece[0] + len(piece[1]) > below] + self._pieces[-1:]
+
+
+def _straight(head: Head) -> bool:
+    """Whether its trees are chains."""
+    return type(head.tree(1)) is Tree
 
 
 def _expanded(trees: list[Tree]) -> Draft:

@@ -69,7 +69,7 @@ class Spent(Tree):
 
     def __init__(self, room: int, top_p: float = 0.8, floor: float = 0.25) -> None:
         super().__init__(room)
-        self._top_p, self._floor = top_p, floor
+        self.top_p, self.floor = top_p, floor
 
     def grow(self, offers: list[Offer]) -> None:
         kept = self._candidates([self._likely(offer) for offer in offers])[: self.room - len(self.tokens)]
@@ -77,9 +77,9 @@ class Spent(Tree):
 
     def _likely(self, offer: Offer) -> Offer:
         """Tokens within top-p, none below a share of the best; the best always stays."""
-        kept, total, least = offer[:1], math.exp(offer[0][1]), offer[0][1] + math.log(self._floor)
+        kept, total, least = offer[:1], math.exp(offer[0][1]), offer[0][1] + math.log(self.floor)
         for token, value in offer[1:]:
-            if total >= self._top_p or value < least:
+            if total >= self.top_p or value < least:
                 break
             kept.append((token, value))
             total += math.exp(value)
@@ -91,11 +91,11 @@ class Reranked(Tree):
 
     def __init__(self, room: int, depth: int) -> None:
         super().__init__(room)
-        self._width = max(1, min(OFFERED, room // depth))  # what is expanded must fit the room too
+        self.width = max(1, min(OFFERED, room // depth))  # what is expanded must fit the room too
 
     def grow(self, offers: list[Offer]) -> None:
         nodes = [self._add(parent, token, value) for _, parent, token, value in self._candidates(offers)]
-        self.front = nodes[: min(self._width, self.room - len(self.expanded))]
+        self.front = nodes[: min(self.width, self.room - len(self.expanded))]
         self.expanded += self.front
 
     def result(self) -> tuple[list[int], list[int]]:
@@ -110,7 +110,7 @@ class Static(Tree):
 
     def __init__(self, shape: list[tuple[int, int]], room: int) -> None:
         super().__init__(room)
-        self._levels = _levels(shape[:room])
+        self.levels = _levels(shape[:room])
         self._places: dict[int, int] = {-1: -1}  # node of the shape -> node of this tree
         self._depth = 0
         self._last = -1  # who stood for the level above
@@ -120,12 +120,12 @@ class Static(Tree):
 
     def grow(self, offers: list[Offer]) -> None:
         (offer,) = offers
-        for node, parent, rank in self._levels[self._depth]:
+        for node, parent, rank in self.levels[self._depth]:
             if parent in self._places and rank < len(offer):
                 self._places[node] = self._add(self._places[parent], *offer[rank])
         self._depth += 1
         self._last = self.front[0]
-        self.front = [len(self.tokens) - 1] if self._depth < len(self._levels) else []  # one stands for all
+        self.front = [len(self.tokens) - 1] if self._depth < len(self.levels) else []  # one stands for all
         self.expanded += self.front
 
 

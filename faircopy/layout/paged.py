@@ -131,6 +131,10 @@ class PagedLayout:
         """Keys and values [slots, Hkv, D] of a layer."""
         return self._keys[layer], self._values[layer]
 
+    def all_pools(self) -> list[Tensor]:
+        """Keys of all layers, then values."""
+        return [*self._keys, *self._values]
+
     def look(
         self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
@@ -268,7 +272,7 @@ class PagedLayout:
             return
         slots = self._slots(seq, base + max(nodes) + 1)
         source, target = (torch.from_numpy(slots[list(side)]).to(self.device) for side in zip(*moves, strict=True))
-        for pool in (*self._keys, *self._values):
+        for pool in self.all_pools():
             pool[target] = pool[source]
         self.moved += len(moves)
 

@@ -3,14 +3,15 @@
 A row's blocks are computed one by one and merged in ascending order, always by the same arithmetic; whether one program
 walks over all of them or many programs take one each changes no bit. A block past a row's position leaves it untouched.
 
-A tree has one lane per leaf: from `base` on, key positions are looked up in the lane's path. Blocks before that are the
-same for all nodes and are computed once for all.
+A tree's blocks before its nodes are the same for all of them: one set of tiles merges those and leaves its state. A
+second set of tiles, the tails, goes on from there, a lane per path: from `base` on, keys are found through the path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,9 @@ class PageLane:
     seq: int
     rows: Seq[int]
     first: int = 0  # key block
-    stop: int = END
+    stop: int = END  # before END: its state is left for the tails of the same rows
     base: int = END
-    path: Seq[int] = ()
+    path: Seq[int] = ()  # not empty: a tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,21 @@ class PagePlan:
     tables: Tensor  # [sequences, pages]
     page: int
     blocks: int  # key blocks of the longest sequence, at most
-    bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: no trees
+    bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: not tails
     paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
     even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
+    tails: PagePlan | None = None  # tiles that go on where others have left their state
 
 
 def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    """Cut lanes into tiles of equal height."""
-    height = min(power(max(len(lane.rows) for lane in lanes)), power(TOKENS // group + 1) // 2 or 1)
+    """Cut lanes into tiles of equal height, tails apart from the others."""
+    tails = [lane for lane in lanes if len(lane.path)]
+    plan = _cut([lane for lane in lanes if not len(lane.path)], group, tables, page, blocks)
+    return replace(plan, tails=_cut(tails, group, tables, page, blocks), even=0) if tails else plan
+
+
+def _cut(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
+    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), tile_height(group))
     cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
     rows = np.full((len(cuts), height), -1, np.int32)
     paths = np.zeros((len(cuts), PATH), np.int32)
@@ -64,7 +72,7 @@ def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blo
         rows[n, : len(cut)] = cut
         paths[n, : len(lane.path)] = lane.path
     even = _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
-    numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32)
+    numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
     tree = any(len(lane.path) for lane in lanes)
 
     def sent(array: Any) -> Tensor:
@@ -72,8 +80,13 @@ def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blo
 
     return PagePlan(
         sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
-        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, 0 if tree else even,
+        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
     )  # fmt: skip
+
+
+def tile_height(group: int) -> int:
+    """Rows of a tile at most."""
+    return power(TOKENS // group + 1) // 2 or 1
 
 
 def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
@@ -83,6 +96,33 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
     ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
     return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
+
+
+def tree_plan(
+    base: Tensor, paths: Tensor, tables: Tensor, page: int, context: int, group: int, step: int, dim: int
+) -> PagePlan:
+    """Rows of every sequence with a path each, paths [B, R, PATH] counted from base [B]; all of it may be captured.
+
+    step: keys per block of whichever layer has most.
+    """
+    (size, rows), device = paths.shape[:2], tables.device
+    blocks, height = -(-context // block_length(dim)), min(power(rows), tile_height(group))
+    tiles = -(-rows // height)
+    own = torch.arange(tiles * height, dtype=torch.int32, device=device)
+    own = torch.where(own < rows, own, -1)
+    first = torch.arange(size, dtype=torch.int32, device=device)[:, None] * rows
+    shared = torch.where(own >= 0, first + own, -1).view(size * tiles, height)
+    seqs, block = torch.arange(size, dtype=torch.int32, device=device), base // step
+    zero, end = torch.zeros_like(block), torch.full_like(block, END)
+
+    def each(count: int, *columns: Tensor) -> Tensor:
+        return torch.stack(columns, 1).repeat_interleave(count, 0)
+
+    tails = PagePlan(
+        torch.arange(size * rows, dtype=torch.int32, device=device)[:, None], each(rows, block, end),
+        seqs.repeat_interleave(rows), tables, page, blocks, base.repeat_interleave(rows), paths.reshape(-1, PATH),
+    )  # fmt: skip
+    return PagePlan(shared, each(tiles, zero, block), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
 
 
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
@@ -110,13 +150,13 @@ def _merge(m, total, acc, m_new, total_new, acc_new):
 def _block(
     query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
     KV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: its maximum, sum and output per row."""
     at = block * BN + tl.arange(0, BN)
     last = tl.max(position, 0)
     index = at
-    if TREE:
+    if TAIL:
         index = tl.where(at < base, at, base + tl.load(path + tl.minimum(tl.maximum(at - base, 0), LAST - 1)))
     page = tl.load(table + index // PAGE, mask=at <= last, other=0).to(tl.int64)
     slot = page * PAGE + index % PAGE
@@ -154,17 +194,26 @@ def _finish(m, total, acc, sinks, heads, inside, SINKS: tl.constexpr):
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
+@triton.jit
+def _leave(m, total, acc, left, sums, line, dims, live, inside, D: tl.constexpr):
+    """Where the rows of a tile have come to, for their tails."""
+    tl.store(sums + line * 2, m, mask=live)
+    tl.store(sums + line * 2 + 1, total, mask=live)
+    tl.store(left + line[:, None] * D + dims[None, :], acc, mask=inside)
+
+
 @triton.jit(do_not_specialize=["window", "width", "blocks", "splits", "even"])
 def _attend(
-    q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, bases, paths, positions, sinks,
-    scale, cap, window, width, blocks, splits, even,
+    q, keys, values, out, parts, stats, left, sums, counters, rows, ranges, seqs, tables, bases, paths, positions,
+    sinks, scale, cap, window, width, blocks, splits, even,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, PRECISE: tl.constexpr,
-    PDL: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, LEAVES: tl.constexpr, TAIL: tl.constexpr,
+    PRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, key head, split). Without SPLIT: all blocks, merged as they come. With it: every splits-th
-    block goes to `parts`, and whoever comes last merges them. A tree's blocks all go there, for another kernel."""
+    block goes to `parts`, and whoever comes last merges them. LEAVES: tiles that end early leave their state in
+    `left` and `sums`; a TAIL goes on from there."""
     GROUP: tl.constexpr = HEADS // KV
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     places = tl.arange(0, BM)
@@ -183,89 +232,64 @@ def _attend(
     if WINDOWED:
         lowest = tl.min(tl.where(live, position, END_), 0)
         first = tl.maximum(first, tl.maximum(lowest - window + 1, 0) // BN)
-    if first + split >= stop:
-        return
     table = tables + seq.to(tl.int64) * width
     base = 0
     path = paths
-    if TREE:
-        base = tl.load(bases + tile)
-        path = paths + tile * LAST
     inside = live[:, None] & (dims[None, :] < D)
     line = row.to(tl.int64) * HEADS + heads
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DP), tl.float32)
+    if TAIL:
+        base = tl.load(bases + tile)
+        path = paths + tile * LAST
+        if tl.load(ranges + 2 * tile) > 0:
+            m = tl.load(sums + line * 2, mask=live, other=float("-inf"))
+            total = tl.load(sums + line * 2 + 1, mask=live, other=0.0)
+            acc = tl.load(left + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    elif first + split >= stop:
+        if LEAVES:  # noqa: SIM102
+            if (end < END_) & (split == 0):
+                _leave(m, total, acc, left, sums, line, dims, live, inside, D)
+        return
     query = tl.load(q + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    if not SPLIT and not TREE:
-        m = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, DP), tl.float32)
+    if not SPLIT:
         for block in range(first, stop):
             m_new, total_new, acc_new = _block(
                 query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
-                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
+                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
             )  # fmt: skip
             m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
-        y = _finish(m, total, acc, sinks, heads, live, SINKS)
-        tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
     else:
         for block in range(first + split, stop, splits):
             m_new, total_new, acc_new = _block(
                 query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
-                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TREE, PRECISE,
+                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
             )  # fmt: skip
             place = line * blocks + block
             tl.store(stats + place * 2, m_new, mask=live)
             tl.store(stats + place * 2 + 1, total_new, mask=live)
             tl.store(parts + place[:, None] * D + dims[None, :], acc_new, mask=inside)
-        if not TREE:
-            tl.debug_barrier()
-            counter = counters + tile * KV + head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == tl.minimum(stop - first, splits) - 1:
-                tl.store(counter, 0)
-                m = tl.full((BM,), float("-inf"), tl.float32)
-                total = tl.zeros((BM,), tl.float32)
-                acc = tl.zeros((BM, DP), tl.float32)
-                for start in range(first, stop, 4):
-                    for n in tl.static_range(4):  # four at once: the loads do not wait for each other
-                        block = start + n
-                        place = line * blocks + block
-                        here = live & (block < stop)
-                        m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
-                        total_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
-                        where = parts + place[:, None] * D + dims[None, :]
-                        acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
-                        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
-                y = _finish(m, total, acc, sinks, heads, live, SINKS)
-                tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["window", "blocks"])
-def _gather(
-    out, parts, stats, positions, sinks, window, blocks,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    HB: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the blocks of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HB + tl.arange(0, HB)
-    dims = tl.arange(0, DP)
-    begin(PDL)
-    live = heads < HEADS
-    inside = live[:, None] & (dims[None, :] < D)
-    position = tl.load(positions + row)
-    first = position * 0
-    if WINDOWED:
-        first = tl.maximum(position - window + 1, 0) // BN
-    line = row * HEADS + heads
-    m = tl.full((HB,), float("-inf"), tl.float32)
-    total = tl.zeros((HB,), tl.float32)
-    acc = tl.zeros((HB, DP), tl.float32)
-    for block in range(first, position // BN + 1):
-        place = line * blocks + block
-        m_new = tl.load(stats + place * 2, mask=live, other=float("-inf"))
-        total_new = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
-        acc_new = tl.load(parts + place[:, None] * D + dims[None, :], mask=inside, other=0.0)
-        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
+        tl.debug_barrier()
+        counter = counters + tile * KV + head
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived < tl.minimum(stop - first, splits) - 1:
+            return
+        tl.store(counter, 0)
+        for start in range(first, stop, 4):
+            for n in tl.static_range(4):  # four at once: the loads do not wait for each other
+                block = start + n
+                place = line * blocks + block
+                here = live & (block < stop)
+                m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+                total_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+                where = parts + place[:, None] * D + dims[None, :]
+                acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
+                m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
+    if LEAVES:  # noqa: SIM102
+        if end < END_:
+            _leave(m, total, acc, left, sums, line, dims, live, inside, D)
+            return
     y = _finish(m, total, acc, sinks, heads, live, SINKS)
     tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
 
@@ -293,31 +317,38 @@ def attend_pages(
 ) -> Tensor:
     """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks side by side; None: as pays."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
-    tiles, height = plan.rows.shape
-    tree, bn = plan.bases is not None, block_length(d)
-    splits = splits or _splits(plan, kv, rows * heads * d * 4, arrived.numel())
-    apart = tree or splits > 1
-    lines = rows * heads * plan.blocks if apart else 0
-    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    leaves = plan.tails is not None
+    left, sums = (torch.empty(rows * heads if leaves else 0, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
-    common = {
-        "HEADS": heads, "D": d, "DP": power(d, 16), "BN": bn, "WINDOWED": window > 0, "SINKS": sinks is not None,
-        **options(q.device),
-    }  # fmt: skip
+    numbers = (positions, sinks, scale if softcap else scale * log2e, softcap, window)
+    options_ = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
+    if plan.rows.shape[0]:
+        splits = splits or _splits(plan, kv, rows * heads * d * 4, arrived.numel())
+        _run(q, keys, values, out, left, sums, arrived, plan, numbers, splits, options_)
+    if plan.tails is not None:
+        _run(q, keys, values, out, left, sums, arrived, plan.tails, numbers, 1, options_)
+    return out
+
+
+def _run(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, left: Tensor, sums: Tensor, arrived: Tensor, plan: PagePlan,
+    numbers: tuple[Any, ...], splits: int, given: dict[str, bool],
+) -> None:  # fmt: skip
+    """One launch: a plan's own tiles."""
+    (rows, heads, d), kv = q.shape, keys.shape[1]
+    tiles, height = plan.rows.shape
+    lines = rows * heads * plan.blocks if splits > 1 else 0
+    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     bm = power(height * (heads // kv), 16)
     _attend[(tiles, kv, splits)](
-        q, keys, values, out, parts, stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, plan.bases,
-        plan.paths, positions, sinks, scale if softcap else scale * log2e, softcap, window, plan.tables.stride(0),
-        plan.blocks, splits, plan.even,
-        KV=kv, Q=1 if plan.even else height, BM=bm, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0,
-        CAPPED=softcap > 0, TREE=tree, PRECISE=q.dtype == torch.float32, **_launch(bm, splits), **common,
+        q, keys, values, out, parts, stats, left, sums, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables,
+        plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, splits, plan.even,
+        HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=block_length(d),
+        PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
+        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given, **_launch(bm, splits),
+        **options(q.device),
     )  # fmt: skip
-    if tree:
-        _gather[(rows, -(-heads // 4))](
-            out, parts, stats, positions, sinks, window, plan.blocks, HB=4, num_warps=4, **common
-        )
-    return out
 
 
 def _launch(bm: int, splits: int) -> dict[str, int]:
@@ -343,30 +374,31 @@ def attend_pages_twin(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Row by row, in float32."""
+    """Row by row, in float32; a row that leaves its state is computed whole by its tail."""
     out = torch.zeros_like(q)
     group = q.shape[1] // keys.shape[1]
-    for tile, rows in enumerate(plan.rows.tolist()):
-        for row in (row for row in rows if row >= 0):
-            position = int(positions[row])
-            if not _computes(plan, tile, position, q.shape[2]):
-                continue
-            at = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
-            slots = _slots(plan, tile, at)
-            k, v = (pool[slots].float().repeat_interleave(group, 1) for pool in (keys, values))
-            scores = torch.einsum("hd,nhd->hn", q[row].float(), k) * scale
-            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.float()[:, None]], 1)
-            weights = torch.softmax(scores, -1)[:, : len(at)]
-            out[row] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)
+    for part, tile, row in _final_rows(plan):
+        position = int(positions[row])
+        at = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
+        slots = _slots(part, tile, at)
+        k, v = (pool[slots].float().repeat_interleave(group, 1) for pool in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", q[row].float(), k) * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None]], 1)
+        weights = torch.softmax(scores, -1)[:, : len(at)]
+        out[row] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)
     return out
 
 
-def _computes(plan: PagePlan, tile: int, position: int, dim: int) -> bool:
-    """Whether the tile sees the row's own block; another may hold what lies before."""
-    first, stop = plan.ranges[tile].tolist()
-    return bool(first <= position // block_length(dim) < stop)
+def _final_rows(plan: PagePlan) -> Iterator[tuple[PagePlan, int, int]]:
+    """Each row once: the plan, the tile and the row that finishes it."""
+    for part in (plan, plan.tails):
+        if part is None:
+            continue
+        for tile, (rows, (_, stop)) in enumerate(zip(part.rows.tolist(), part.ranges.tolist(), strict=True)):
+            if stop >= END:
+                yield from ((part, tile, row) for row in rows if row >= 0)
 
 
 def _slots(plan: PagePlan, tile: int, at: Tensor) -> Tensor:

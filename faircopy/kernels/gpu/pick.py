@@ -1,4 +1,7 @@
-"""Choose a token per row: the best, or the best after Gumbel noise keyed by (seed, position). Ties: the lowest id."""
+"""Choose a token per row: the best, or the best after Gumbel noise keyed by (seed, position). Ties: the lowest id.
+
+Or offer several: the best few with their log probabilities, for a draft tree to choose from.
+"""
 
 from __future__ import annotations
 
@@ -119,3 +122,102 @@ def pick_twin(
     chosen = torch.where(temperatures > 0, noisy.argmax(-1), x.argmax(-1))
     chosen = torch.where(broken, BROKEN, chosen).to(torch.int32)
     return chosen if out is None else out.copy_(chosen)
+
+
+@triton.jit(do_not_specialize=["apart", "per"])
+def _leaders(
+    logits, temperatures, keys, values, tokens, stats, V, stride, apart, per, chunks,
+    MANY: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best few of one chunk of one row, its maximum and the sum of its exponentials."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    begin(PDL)
+    x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    x = tl.where((x == x) & (x != float("inf")), x, float("-inf"))
+    place = (row * chunks + chunk) * MANY
+    top = tl.max(x, 0)
+    total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
+    tl.store(stats + (row * chunks + chunk) * 2, top)
+    tl.store(stats + (row * chunks + chunk) * 2 + 1, total)
+    temperature = tl.load(temperatures + row // per * apart)
+    if temperature > 0.0:
+        key = tl.load(keys + row // per * apart).to(tl.uint64, bitcast=True)
+        x = tl.div_rn(x, temperature) + _noise(key, at)
+    for rank in tl.static_range(MANY):
+        best = tl.max(x, 0)
+        token = tl.min(tl.where(x == best, at, 2147483647), 0)
+        tl.store(values + place + rank, best)
+        tl.store(tokens + place + rank, token)
+        x = tl.where(at == token, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["apart", "per"])
+def _offer(
+    values, tokens, stats, temperatures, ids, scores, apart, per, chunks,
+    MANY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    begin(PDL)
+    hot = tl.load(temperatures + row // per * apart) > 0.0
+    value = tl.load(values + row * chunks * MANY + at, mask=at < chunks * MANY, other=float("-inf"))
+    token = tl.load(tokens + row * chunks * MANY + at, mask=at < chunks * MANY, other=2147483647)
+    top = tl.load(stats + (row * chunks + at) * 2, mask=at < chunks, other=float("-inf"))
+    total = tl.load(stats + (row * chunks + at) * 2 + 1, mask=at < chunks, other=0.0)
+    most = tl.max(top, 0)
+    norm = most + tl.log(tl.sum(tl.where(top == float("-inf"), 0.0, total * tl.exp(top - most)), 0))
+    for rank in tl.static_range(MANY):
+        best = tl.max(value, 0)
+        winner = tl.min(tl.where(value == best, token, 2147483647), 0)
+        known = best != float("-inf")
+        score = tl.where(hot, tl.where(known & (rank == 0), 0.0, float("-inf")), best - norm)
+        tl.store(scores + row * MANY + rank, tl.where(known, score, float("-inf")))
+        tl.store(ids + row * MANY + rank, winner.to(tl.int64))
+        value = tl.where(token == winner, float("-inf"), value)
+
+
+def offer(
+    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The best tokens of each row [R, many] and their log probabilities; of a row with a temperature, the one it draws.
+
+    temperatures and keys [S] (columns of tables, of one width) belong to R / S rows each. What is not to be offered is
+    at minus infinity.
+    """
+    rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
+    chunks, per, device = -(-size // CHUNK), rows // keys.shape[0], logits.device
+    values, tokens, stats = (
+        torch.empty(rows, chunks, n, dtype=kind, device=device)
+        for n, kind in ((many, torch.float32), (many, torch.int32), (2, torch.float32))
+    )
+    ids = torch.empty(rows, many, dtype=torch.int64, device=device)
+    scores = torch.empty(rows, many, dtype=torch.float32, device=device)
+    assert temperatures.stride(0) == keys.stride(0), "columns of tables of one width"
+    extra = options(device)
+    _leaders[(rows, chunks)](
+        logits, temperatures, keys, values, tokens, stats, size, logits.stride(0), keys.stride(0), per, chunks,
+        MANY=many, CHUNK=CHUNK, num_warps=8, **extra,
+    )  # fmt: skip
+    _offer[(rows,)](
+        values, tokens, stats, temperatures, ids, scores, keys.stride(0), per, chunks,
+        MANY=many, BLOCK=triton.next_power_of_2(chunks * many), num_warps=4, **extra,
+    )  # fmt: skip
+    return ids, scores
+
+
+def offer_twin(
+    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None
+) -> tuple[Tensor, Tensor]:
+    x = logits[:, : vocab or logits.shape[1]].float()
+    x = torch.where(torch.isfinite(x), x, -torch.inf)
+    per = x.shape[0] // keys.shape[0]
+    scores, ids = torch.sort(torch.log_softmax(x, -1), dim=-1, descending=True, stable=True)
+    scores, ids = scores[:, :many].clone(), ids[:, :many].clone()
+    hot = (temperatures > 0).repeat_interleave(per)
+    if bool(hot.any()):
+        heat, noise = temperatures.repeat_interleave(per)[hot, None], keys.repeat_interleave(per)[hot, None]
+        drawn = (x[hot] / heat + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])).argmax(-1)
+        scores[hot], ids[hot, 0] = -torch.inf, drawn
+        scores[hot, 0] = 0.0
+    return ids, torch.where(scores == scores, scores, -torch.inf)

@@ -178,7 +178,7 @@ def prepare_twin(slots: Slots, feed: Feed, page: int, trash: int) -> None:
         for j in range(feed.ids.shape[1]):
             feed.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
             feed.slots[b, j] = _slot_twin(row, n - 1 + j, page, trash)
-            feed.keys[b, j] = _as_signed(_key_twin(seed, n + j))
+            feed.keys[b, j] = as_signed(key_twin(seed, n + j))
         feed.columns[0, :, b], feed.columns[1, :, b] = feed.positions[b], feed.slots[b]
         for j, back in enumerate((n - 2, n - 1)):
             place = max(back, 0)
@@ -240,11 +240,11 @@ def _slot_twin(row: list[int], position: int, page: int, trash: int) -> int:
     return row[PAGES + position // page] * page + position % page if 0 <= position < row[LIMIT] else trash
 
 
-def _key_twin(mixed: int, position: int) -> int:
+def key_twin(mixed: int, position: int) -> int:
     return rng.mix(rng.mix(rng.mix(mixed ^ position)))
 
 
-def _as_signed(value: int) -> int:
+def as_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, norm, pick, step
+from faircopy.kernels.gpu import attention, heads, norm, pick, step, tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,13 @@ class Suite:
     place: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     pick: Callable[..., Tensor]
+    offer: Callable[..., tuple[Tensor, Tensor]]
     prepare: Callable[..., None]
     lookup: Callable[..., None]
     accept: Callable[..., None]
+    graft: Callable[..., None]
+    climb: Callable[..., None]
+    compact: Callable[..., None]
 
 
 KERNELS = Suite(
@@ -32,9 +36,13 @@ KERNELS = Suite(
     heads.place,
     attention.attend_pages,
     pick.pick,
+    pick.offer,
     step.prepare,
     step.lookup,
     step.accept,
+    tree.graft,
+    tree.climb,
+    tree.compact,
 )
 
 
@@ -48,9 +56,13 @@ TWINS = Suite(
     heads.place_twin,
     _attend_twin,
     pick.pick_twin,
+    pick.offer_twin,
     step.prepare_twin,
     step.lookup_twin,
     step.accept_twin,
+    tree.graft_twin,
+    tree.climb_twin,
+    tree.compact_twin,
 )
 
 
