@@ -3,11 +3,14 @@
 The host launches a step, launches the next one behind it, and only then looks at what the first one said. Who sits in
 which slot, how far each may go and where its pages lie is written to a control table before each launch, so sequences
 join, leave and grow between replays of the same graph. What a finished sequence still computes is thrown away.
+
+Where drafts vary in length a step is two graphs: the first drafts and packs the rows there are end to end, the host
+reads how many, and the second verifies just those. It is on its way before the host looks at the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import even_plan
+from faircopy.kernels.gpu.packing import Bale
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
@@ -29,6 +33,8 @@ from faircopy.verify.base import numerics_error
 
 TILE = 128  # query rows times heads per key head that a captured step verifies in one piece
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of packed steps
+Run = Callable[[], int]  # sends a step off; how many rows the target computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,10 @@ class Space:
 
 @runtime_checkable
 class Fills(Protocol):
-    """A drafter that can draft without the host."""
+    """A drafter that can draft without the host.
+
+    One with a true `varies` finds fewer nodes than asked for, -1 from there on: its rows are packed.
+    """
 
     def plan_fill(self, space: Space) -> Callable[[], None]:
         """Everything that depends on shapes; the result fills space.feed's nodes and is captured."""
@@ -121,15 +130,35 @@ class Flight:
     space: Space
     report: Tensor  # where out lands on the host
     landed: torch.cuda.Event | None
+    rows: int  # that the target computes, those that stand for nothing included
 
     @property
     def seqs(self) -> list[Sequence]:
         return list(self.seats)
 
-    @property
-    def rows(self) -> int:
-        """Rows the target computed, those of empty seats included."""
-        return self.space.size * (self.space.k + 1)
+
+class Halves:
+    """A step whose rows are counted in the middle: draft and pack, read how many rows there are, verify those."""
+
+    def __init__(
+        self, draft: Callable[[], None], count: Callable[[], int], make: Callable[[int], Callable[[], None]], most: int
+    ) -> None:
+        self._draft, self._count, self._make = draft, count, make
+        self._buckets = [rows for rows in ROWS if rows < most] + [most]
+        self._made: dict[int, Callable[[], None]] = {}  # second halves, by how many rows they verify
+
+    def __call__(self) -> int:
+        self._draft()
+        rows = _roomy(self._count(), self._buckets, self._made)
+        if rows not in self._made:
+            self._made[rows] = self._make(rows)
+            self._draft()  # once more: the rehearsal has packed something else
+        self._made[rows]()
+        return rows
+
+    def warm(self) -> None:
+        for rows in self._buckets:
+            self._made[rows] = self._made.get(rows) or self._make(rows)
 
 
 class Replay:
@@ -144,14 +173,17 @@ class Replay:
         widest = max(shape.group for shape in layout.layers)
         far = max(1, TILE // widest - 1)  # all rows of a sequence are one tile
         self._longest = min(drafter.longest, far) if isinstance(drafter, Listens) else far
+        # whether rows are packed; benchmarks that compare set it before the first step
+        self.packs = bool(getattr(drafter, "varies", False)) and not isinstance(drafter, Listens)
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
-        self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
+        self._spaces: dict[tuple[int, int], tuple[Space, Run]] = {}
         self._alive: list[Callable[[], None]] = []
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._controls = [self._on_host(self._slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._reports: dict[tuple[int, int, int], Tensor] = {}
+        self._total = self._on_host(torch.Size([1]))
         self._turn = 0
 
     def takes(self, batch: Batch) -> bool:
@@ -176,11 +208,11 @@ class Replay:
             self._write_history(seats)
             if isinstance(self._drafter, Listens):
                 self._drafter.board(seats)
-        run()
+        rows = run()
         report = self._report(space)
         report.copy_(space.out, non_blocking=True)
         landed = self._mark()
-        return Flight(seats, space, report, landed)
+        return Flight(seats, space, report, landed, rows)
 
     def land(self, flight: Flight) -> tuple[Batch, Draft, Verdict]:
         """Wait for a step and say what it gave those who still want it."""
@@ -207,9 +239,11 @@ class Replay:
         return batch, draft, Verdict(decisions)
 
     def warm(self, k: int) -> None:
-        """Capture a graph for every size of batch now rather than when it is first needed."""
+        """Capture a graph for every size of batch, and every number of packed rows, now rather than when needed."""
         for size in reversed(self._buckets):
-            self._space(self._bucket(size, k), min(k, self._longest))
+            _, run = self._space(self._bucket(size, k), min(k, self._longest))
+            if isinstance(run, Halves):
+                run.warm()
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq, params = batch.seqs[i], batch.seqs[i].params
@@ -217,11 +251,8 @@ class Replay:
         return plain and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
     def _bucket(self, size: int, k: int) -> int:
-        """The seats a step runs with: a captured graph with some to spare rather than a new one that fits."""
-        fitting = next(bucket for bucket in self._buckets if bucket >= size)
-        return min(
-            (known for known, width in self._spaces if width == k and fitting <= known < 2 * fitting), default=fitting
-        )
+        """The seats a step runs with."""
+        return _roomy(size, self._buckets, [known for known, width in self._spaces if width == k])
 
     def _make_slots(self, capacity: int) -> step.Slots:
         device = self._target.model.device
@@ -231,19 +262,21 @@ class Replay:
         history = torch.zeros(capacity, self._context + 128, dtype=torch.int32, device=device)
         return step.Slots(control, lengths, history)
 
-    def _space(self, size: int, k: int) -> tuple[Space, Callable[[], None]]:
+    def _space(self, size: int, k: int) -> tuple[Space, Run]:
         if (size, k) not in self._spaces:
             self._spaces[size, k] = self._make_space(size, k)
         return self._spaces[size, k]
 
-    def _make_space(self, size: int, k: int) -> tuple[Space, Callable[[], None]]:
+    def _make_space(self, size: int, k: int) -> tuple[Space, Run]:
         device, page = self._target.model.device, self._tables.page
         feed = step.Feed.empty(size, k + 1, device)
         out = torch.zeros(size, 2 * k + 4, dtype=torch.int32, device=device)
         space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash)
+        if self.packs and k:
+            return space, self._halves(space)
         run = self._plan_step(space)
         self._rehearse(space, run)
-        return space, self._captured(run) if self._graphs else run
+        return space, _counted(self._captured(run), size * (k + 1))
 
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
@@ -260,6 +293,50 @@ class Replay:
 
         return torch.no_grad()(run)
 
+    def _halves(self, space: Space) -> Halves:
+        """A step in two graphs; the second is made for each number of rows when it is first needed."""
+        bale = Bale.empty(space.size, space.k + 1, space.out.device)
+        draft = self._plan_draft(space, bale)
+        self._rehearse(space, draft)
+        first = self._captured(draft)
+
+        def make(rows: int) -> Callable[[], None]:
+            verify = self._plan_verify(space, bale, rows)
+            self._rehearse(space, draft, verify)
+            return self._captured(verify)
+
+        return Halves(first, lambda: self._read(bale.total), make, bale.ids.shape[0])
+
+    def _plan_draft(self, space: Space, bale: Bale) -> Callable[[], None]:
+        """The first half of a step: find nodes and pack them."""
+        suite, fill = space.suite, self._drafter.plan_fill(space)
+
+        def run() -> None:
+            suite.prepare(space.slots, space.feed, space.page, space.trash)
+            fill()
+            suite.pack(space.slots, space.feed, bale, space.trash)
+
+        return torch.no_grad()(run)
+
+    def _plan_verify(self, space: Space, bale: Bale, rows: int) -> Callable[[], None]:
+        """The second half: so many packed rows through the target, and what is accepted."""
+        suite, packed = space.suite, _first_rows(space, bale, self._layout, rows)
+
+        def run() -> None:
+            logits = self._target.model.forward(packed, self._layout)
+            chosen = suite.pick(logits, bale.heat[:rows], bale.keys[:rows], strict=True)
+            suite.accept(space.slots, space.feed, chosen, space.out, bale.starts)
+
+        return torch.no_grad()(run)
+
+    def _read(self, total: Tensor) -> int:
+        """A number of the device's, as soon as all that was sent off before has run."""
+        self._total.copy_(total, non_blocking=True)
+        ready = self._mark()
+        if ready is not None:
+            ready.synchronize()
+        return int(self._total)
+
     def _listen(self, space: Space, packed: Packed) -> Tensor:
         """The target's pass, overheard by a drafter that wants to."""
         if not isinstance(self._drafter, Listens):
@@ -269,18 +346,21 @@ class Replay:
         self._drafter.keep(space, taps.states)
         return logits
 
-    def _rehearse(self, space: Space, run: Callable[[], None]) -> None:
+    def _rehearse(self, space: Space, *parts: Callable[[], None]) -> None:
         """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
         state = [space.slots.control, space.slots.lengths, space.slots.history]
         state += self._drafter.kept if isinstance(self._drafter, Listens) else []
         saved = [tensor.clone() for tensor in state]
         self._write_control(space, {}, [], fresh=True)
-        run()
+        for run in parts:
+            run()
         for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The step as a graph; what it reads must outlive it."""
+        """What runs as a graph, where there are graphs; what it reads must outlive it."""
+        if not self._graphs:
+            return run
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
@@ -333,3 +413,30 @@ class Replay:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _roomy(size: int, buckets: list[int], made: Iterable[int]) -> int:
+    """The bucket that size runs in: a captured graph with some to spare rather than a new one that fits."""
+    fitting = next(bucket for bucket in buckets if bucket >= size)
+    return min((known for known in made if fitting <= known < 2 * fitting), default=fitting)
+
+
+def _counted(run: Callable[[], None], rows: int) -> Run:
+    """A step that always has so many rows."""
+
+    def counted() -> int:
+        run()
+        return rows
+
+    return counted
+
+
+def _first_rows(space: Space, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
+    """So many rows of a bale, from the first on; whose they are is known to the device alone."""
+    tables = space.slots.control[:, step.PAGES :]
+    reach = tables.shape[1] * space.page
+    plans = {
+        (shape.window, shape.group): bale.plan(tables, space.page, reach, shape.head_dim) for shape in layout.layers
+    }
+    wanted = torch.arange(rows, device=bale.ids.device)
+    return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, norm, pick, step
+from faircopy.kernels.gpu import attention, heads, norm, packing, pick, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Suite:
     pick: Callable[..., Tensor]
     prepare: Callable[..., None]
     lookup: Callable[..., None]
+    pack: Callable[..., None]
     accept: Callable[..., None]
 
 
@@ -34,6 +35,7 @@ KERNELS = Suite(
     pick.pick,
     step.prepare,
     step.lookup,
+    packing.pack,
     step.accept,
 )
 
@@ -50,6 +52,7 @@ TWINS = Suite(
     pick.pick_twin,
     step.prepare_twin,
     step.lookup_twin,
+    packing.pack_twin,
     step.accept_twin,
 )
 
