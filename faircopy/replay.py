@@ -157,7 +157,7 @@ class Halves:
         return rows
 
     def warm(self) -> None:
-        for rows in self._buckets:
+        for rows in reversed(self._buckets):  # the largest first: the others find room in its memory
             self._made[rows] = self._made.get(rows) or self._make(rows)
 
 
