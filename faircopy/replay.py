@@ -240,8 +240,9 @@ class Replay:
 
     def warm(self, k: int) -> None:
         """Capture a graph for every size of batch, and every number of packed rows, now rather than when needed."""
+        k = min(k, self._longest)
         for size in reversed(self._buckets):
-            _, run = self._space(self._bucket(size, k), min(k, self._longest))
+            _, run = self._space(self._bucket(size, k), k)
             if isinstance(run, Halves):
                 run.warm()
 
