@@ -210,12 +210,13 @@ class Gaps:
                 replay._spaces[place] = (space, self._marked(run))
 
     def _marked(self, run: Any) -> Any:
-        def marked() -> None:
+        def marked() -> int:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             pair[0].record()
-            run()
+            rows: int = run()
             pair[1].record()
             self.marks.append(pair)
+            return rows
 
         return marked
 

@@ -3,22 +3,25 @@
 The host launches a step, launches the next one behind it, and only then looks at what the first one said. Who sits in
 which slot, how far each may go and where its pages lie is written to a control table before each launch, so sequences
 join, leave and grow between replays of the same graph. What a finished sequence still computes is thrown away.
+
+Where drafts vary in length a step is two graphs: the first drafts and packs the rows there are end to end, the host
+reads how many, and the second verifies just those. It is on its way before the host looks at the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy import rng
 from faircopy.kernels.gpu import step
-from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, tree_plan
+from faircopy.kernels.gpu.attention import PATH, PagePlan, aim, block_length, even_plan, tree_plan
+from faircopy.kernels.gpu.packing import Bale
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import Branches
 from faircopy.layout.base import Packed
@@ -31,6 +34,8 @@ from faircopy.verify.base import numerics_error
 
 TILE = 128  # query rows times heads per key head that a captured step verifies in one piece
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of packed steps
+Run = Callable[[], int]  # sends a step off; how many rows the target computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,13 @@ class Space:
 
     def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every slot."""
-        feed, trees = self.feed, self.branches
-        rows = (feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
-        if trees is None:
-            return self.pack_rows(layout, self.k + 1, *rows)
-        return self._pack(self.k + 1, *rows, self._tree_plans(layout, trees.base, trees.paths))
+        feed, width = self.feed, self.k + 1
+        return self.pack_rows(layout, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+
+    def tree_rows(self, rows: PathRows) -> Packed:
+        """The same where nodes are trees."""
+        feed = self.feed
+        return self.pack(self.k + 1, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1), rows.plans)
 
     def catch_up_rows(self, layout: PagedLayout) -> Packed:
         """The last two tokens of every slot: what a draft model may not have read yet. Logits of the second."""
@@ -81,18 +88,18 @@ class Space:
             (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, shape.head_dim)
             for shape in layout.layers
         }
-        return self._pack(rows, ids, positions, slots, plans)
+        return self.pack(rows, ids, positions, slots, plans)
 
-    def pack_paths(self, layout: PagedLayout, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
-        """Rows [B, R] behind the text at base [B], each seeing its path [B, R, n]: the last place on it is its own.
-
-        What lies behind the limit counts for nothing: it is written to the trash and looked for nowhere.
-        """
-        last = self.slots.control[:, step.LIMIT, None].long() - 1
-        slots = self.places(base[:, None] + path[..., -1])
-        seen = torch.minimum(path, (last - base[:, None])[..., None]).int()
-        plans = self._tree_plans(layout, base.int(), F.pad(seen, (0, PATH - seen.shape[-1])))
-        return self._pack(ids.shape[1], ids.flatten(), torch.minimum(positions, last).flatten(), slots.flatten(), plans)
+    def path_rows(self, layout: PagedLayout, rows: int, paths: Tensor | None = None) -> PathRows:
+        """So many rows of every slot behind the text, each with a path of its own [B, R, PATH]."""
+        paths = self.feed.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, shape.head_dim)
+            for shape in layout.layers
+        }
+        step_ = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
+        return PathRows(self, paths, plans, step_)
 
     def places(self, index: Tensor) -> Tensor:
         """Where the keys of these positions [B, n] lie; behind the limit, in the trash."""
@@ -107,25 +114,45 @@ class Space:
         tables = self.slots.control[:, step.PAGES :]
         return tables, tables.shape[1] * self.page
 
-    def _tree_plans(self, layout: PagedLayout, base: Tensor, paths: Tensor) -> dict[tuple[int, int], PagePlan]:
-        tables, reach = self._tables
-        longest = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
-        return {
-            (shape.window, shape.group): tree_plan(
-                base, paths, tables, self.page, reach, shape.group, longest, shape.head_dim
-            )
-            for shape in layout.layers
-        }
-
-    def _pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[Any, PagePlan]) -> Packed:
+    def pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[Any, PagePlan]) -> Packed:
         wanted = torch.arange(self.size * rows, device=ids.device)
         places = [range(n * rows, (n + 1) * rows) for n in range(self.size)]
         return Packed(ids, positions, slots, plans, wanted, [1] * self.size, [range(rows - 1)] * self.size, places)
 
 
+@dataclass(frozen=True, slots=True)
+class PathRows:
+    """Rows of trees, planned once; where texts end and paths lead is told before each pass."""
+
+    space: Space
+    paths: Tensor  # [B, R, PATH] int32
+    plans: dict[tuple[int, int], PagePlan]
+    step: int  # keys per block of whichever layer has most
+
+    def aim(self, base: Tensor) -> None:
+        """Texts end at base [B] int32 now."""
+        for plan in self.plans.values():
+            aim(plan, base, self.step)
+
+    def packed(self, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
+        """Rows [B, R] that see path [B, R, n] counted from base; the last place on it is their own.
+
+        What lies behind the limit counts for nothing: it is written to the trash and looked for nowhere.
+        """
+        space, last = self.space, self.space.slots.control[:, step.LIMIT, None].long() - 1
+        self.paths[..., : path.shape[-1]] = torch.minimum(path, (last - base[:, None])[..., None])
+        self.aim(base.int())
+        slots = space.places(base[:, None] + path[..., -1])
+        where = torch.minimum(positions, last)
+        return space.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
+
+
 @runtime_checkable
 class Fills(Protocol):
-    """A drafter that can draft without the host."""
+    """A drafter that can draft without the host.
+
+    One with a true `varies` finds fewer nodes than asked for, -1 from there on: its rows are packed.
+    """
 
     def plan_fill(self, space: Space) -> Callable[[], None]:
         """Everything that depends on shapes; the result fills space.feed's nodes and is captured."""
@@ -166,15 +193,35 @@ class Flight:
     space: Space
     report: Tensor  # where out lands on the host
     landed: torch.cuda.Event | None
+    rows: int  # that the target computes, those that stand for nothing included
 
     @property
     def seqs(self) -> list[Sequence]:
         return list(self.seats)
 
-    @property
-    def rows(self) -> int:
-        """Rows the target computed, those of empty seats included."""
-        return self.space.size * (self.space.k + 1)
+
+class Halves:
+    """A step whose rows are counted in the middle: draft and pack, read how many rows there are, verify those."""
+
+    def __init__(
+        self, draft: Callable[[], None], count: Callable[[], int], make: Callable[[int], Callable[[], None]], most: int
+    ) -> None:
+        self._draft, self._count, self._make = draft, count, make
+        self._buckets = [rows for rows in ROWS if rows < most] + [most]
+        self._made: dict[int, Callable[[], None]] = {}  # second halves, by how many rows they verify
+
+    def __call__(self) -> int:
+        self._draft()
+        rows = _roomy(self._count(), self._buckets, self._made)
+        if rows not in self._made:
+            self._made[rows] = self._make(rows)
+            self._draft()  # once more: the rehearsal has packed something else
+        self._made[rows]()
+        return rows
+
+    def warm(self) -> None:
+        for rows in reversed(self._buckets):  # the largest first: the others find room in its memory
+            self._made[rows] = self._made.get(rows) or self._make(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +234,7 @@ class _Told:
     nodes: list[int]
     parents: list[int]
     path: list[int]  # accepted nodes
+    moved: int  # rows of keys that were not in line
 
     @classmethod
     def of(cls, row: Any, width: int, tree: bool) -> _Told:
@@ -194,12 +242,15 @@ class _Told:
         accepted = count - 1 if sound else count
         nodes = [int(n) for n in row[3 + width : 3 + width + room]]
         tokens = [int(n) for n in row[3 : 3 + count]]
-        if not tree:
-            nodes = [n for n in nodes if n >= 0]
-            return cls(tokens, room, bool(sound), nodes, list(range(-1, len(nodes) - 1)), list(range(accepted)))
-        parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
-        path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
-        return cls(tokens, room, bool(sound), nodes, parents, path)
+        there = [place for place, node in enumerate(nodes) if node >= 0]
+        parents, path = list(range(-1, room - 1)), list(range(accepted))
+        if tree:
+            parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
+            path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
+        moved = sum(node != place for place, node in enumerate(path))
+        new = {old: place for place, old in enumerate(there)} | {-1: -1}
+        nodes, parents = [nodes[n] for n in there], [new[parents[n]] for n in there]
+        return cls(tokens, room, bool(sound), nodes, parents, [new[node] for node in path], moved)
 
 
 class Replay:
@@ -214,14 +265,17 @@ class Replay:
         widest = max(shape.group for shape in layout.layers)
         far = max(1, TILE // widest - 1)  # all rows of a chain are one tile
         self._longest = _most(drafter, far)
+        # whether rows are packed; benchmarks that compare set it before the first step
+        self.packs = bool(getattr(drafter, "varies", False)) and not isinstance(drafter, Listens)
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]
         self._slots = self._make_slots(capacity)
-        self._spaces: dict[tuple[int, int], tuple[Space, Callable[[], None]]] = {}
+        self._spaces: dict[tuple[int, int], tuple[Space, Run]] = {}
         self._alive: list[Callable[[], None]] = []
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._controls = [self._on_host(self._slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._reports: dict[tuple[int, int, int], Tensor] = {}
+        self._total = self._on_host(torch.Size([1]))
         self._turn = 0
 
     def takes(self, batch: Batch) -> bool:
@@ -246,11 +300,11 @@ class Replay:
             self._write_history(seats)
             if isinstance(self._drafter, Listens):
                 self._drafter.board(seats)
-        run()
+        rows = run()
         report = self._report(space)
         report.copy_(space.out, non_blocking=True)
         landed = self._mark()
-        return Flight(seats, space, report, landed)
+        return Flight(seats, space, report, landed, rows)
 
     def land(self, flight: Flight) -> tuple[Batch, Draft, Verdict]:
         """Wait for a step and say what it gave those who still want it."""
@@ -264,7 +318,7 @@ class Replay:
             told = _Told.of(reports[seat], k + 1, flight.space.branches is not None)
             length, accepted = len(seq.tokens), len(told.path)
             self._layout.settle(seq, length + accepted)
-            self._layout.moved += sum(node != place for place, node in enumerate(told.path))
+            self._layout.moved += told.moved
             self._drafter.settle(seq, length, accepted, k)
             decisions.append(Decision(told.path, told.tokens, error=None if told.sound else numerics_error(seq)))
             batch.seqs.append(seq)
@@ -275,9 +329,12 @@ class Replay:
         return batch, draft, Verdict(decisions)
 
     def warm(self, k: int) -> None:
-        """Capture a graph for every size of batch now rather than when it is first needed."""
+        """Capture a graph for every size of batch, and every number of packed rows, now rather than when needed."""
+        k = min(k, self._longest)
         for size in reversed(self._buckets):
-            self._space(self._bucket(size, k), min(k, self._longest))
+            _, run = self._space(self._bucket(size, k), k)
+            if isinstance(run, Halves):
+                run.warm()
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq, params = batch.seqs[i], batch.seqs[i].params
@@ -285,11 +342,8 @@ class Replay:
         return plain and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
     def _bucket(self, size: int, k: int) -> int:
-        """The seats a step runs with: a captured graph with some to spare rather than a new one that fits."""
-        fitting = next(bucket for bucket in self._buckets if bucket >= size)
-        return min(
-            (known for known, width in self._spaces if width == k and fitting <= known < 2 * fitting), default=fitting
-        )
+        """The seats a step runs with."""
+        return _roomy(size, self._buckets, [known for known, width in self._spaces if width == k])
 
     def _make_slots(self, capacity: int) -> step.Slots:
         device = self._target.model.device
@@ -299,43 +353,106 @@ class Replay:
         history = torch.zeros(capacity, self._context + 128, dtype=torch.int32, device=device)
         return step.Slots(control, lengths, history)
 
-    def _space(self, size: int, k: int) -> tuple[Space, Callable[[], None]]:
+    def _space(self, size: int, k: int) -> tuple[Space, Run]:
         if (size, k) not in self._spaces:
             self._spaces[size, k] = self._make_space(size, k)
         return self._spaces[size, k]
 
-    def _make_space(self, size: int, k: int) -> tuple[Space, Callable[[], None]]:
+    def _make_space(self, size: int, k: int) -> tuple[Space, Run]:
         device, page = self._target.model.device, self._tables.page
-        feed = step.Feed.empty(size, k + 1, device)
-        deepest = self._drafter.levels(k) if isinstance(self._drafter, Listens) and k else 0
+        feed, drafter = step.Feed.empty(size, k + 1, device), self._drafter
+        deepest = drafter.levels(k) if isinstance(drafter, Listens) and k else 0
         branches = Branches.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
         out = torch.zeros(size, 4 * k + 5 if deepest else 2 * k + 4, dtype=torch.int32, device=device)
         space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash, branches)
-        run = self._plan_step(space)
+        if self.packs and k:
+            return space, self._halves(space)
+        if branches is not None and isinstance(drafter, Listens):
+            run = self._plan_tree_step(space, branches, drafter)
+        else:
+            run = self._plan_step(space)
         self._rehearse(space, run)
-        return space, self._captured(run) if self._graphs else run
+        return space, _counted(self._captured(run), size * (k + 1))
 
     def _plan_step(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
-        suite, feed, slots, trees = space.suite, space.feed, space.slots, space.branches
+        suite, feed, slots = space.suite, space.feed, space.slots
+        packed = space.verify_rows(self._layout)
         fill = self._drafter.plan_fill(space) if space.k else lambda: None
 
         def run() -> None:
             suite.prepare(slots, feed, space.page, space.trash)
             fill()
-            if trees is not None:
-                suite.graft(slots, feed, trees)
-            logits, states = self._listen(space.verify_rows(self._layout))
+            logits, states = self._listen(packed)
             chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            if trees is not None:
-                suite.climb(slots, feed, trees, chosen, space.out)
-                suite.compact(slots, trees, space.out, space.page)
-            else:
-                suite.accept(slots, feed, chosen, space.out)
+            suite.accept(slots, feed, chosen, space.out)
             if isinstance(self._drafter, Listens):
                 self._drafter.keep(space, states)
 
         return torch.no_grad()(run)
+
+    def _plan_tree_step(self, space: Space, trees: Branches, drafter: Listens) -> Callable[[], None]:
+        """The same with a tree per seat: grown, verified, judged, and its accepted path moved into line."""
+        suite, feed, slots = space.suite, space.feed, space.slots
+        rows = space.path_rows(self._layout, space.k + 1, trees.paths)
+        packed, fill = space.tree_rows(rows), self._drafter.plan_fill(space)
+
+        def run() -> None:
+            suite.prepare(slots, feed, space.page, space.trash)
+            fill()
+            suite.graft(slots, feed, trees)
+            rows.aim(trees.base)
+            logits, states = self._listen(packed)
+            chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
+            suite.climb(slots, feed, trees, chosen, space.out)
+            suite.compact(slots, trees, space.out, space.page)
+            drafter.keep(space, states)
+
+        return torch.no_grad()(run)
+
+    def _halves(self, space: Space) -> Halves:
+        """A step in two graphs; the second is made for each number of rows when it is first needed."""
+        bale = Bale.empty(space.size, space.k + 1, space.out.device)
+        draft = self._plan_draft(space, bale)
+        self._rehearse(space, draft)
+        first = self._captured(draft)
+
+        def make(rows: int) -> Callable[[], None]:
+            verify = self._plan_verify(space, bale, rows)
+            self._rehearse(space, draft, verify)
+            return self._captured(verify)
+
+        return Halves(first, lambda: self._read(bale.total), make, bale.ids.shape[0])
+
+    def _plan_draft(self, space: Space, bale: Bale) -> Callable[[], None]:
+        """The first half of a step: find nodes and pack them."""
+        suite, fill = space.suite, self._drafter.plan_fill(space)
+
+        def run() -> None:
+            suite.prepare(space.slots, space.feed, space.page, space.trash)
+            fill()
+            suite.pack(space.slots, space.feed, bale, space.trash)
+
+        return torch.no_grad()(run)
+
+    def _plan_verify(self, space: Space, bale: Bale, rows: int) -> Callable[[], None]:
+        """The second half: so many packed rows through the target, and what is accepted."""
+        suite, packed = space.suite, _first_rows(space, bale, self._layout, rows)
+
+        def run() -> None:
+            logits = self._target.model.forward(packed, self._layout)
+            chosen = suite.pick(logits, bale.heat[:rows], bale.keys[:rows], strict=True)
+            suite.accept(space.slots, space.feed, chosen, space.out, bale.starts)
+
+        return torch.no_grad()(run)
+
+    def _read(self, total: Tensor) -> int:
+        """A number of the device's, as soon as all that was sent off before has run."""
+        self._total.copy_(total, non_blocking=True)
+        ready = self._mark()
+        if ready is not None:
+            ready.synchronize()
+        return int(self._total)
 
     def _listen(self, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
         """The target's pass, overheard by a drafter that wants to."""
@@ -344,18 +461,21 @@ class Replay:
         taps = Taps(self._drafter.wants)
         return self._target.model.forward(packed, self._layout, taps), taps.states
 
-    def _rehearse(self, space: Space, run: Callable[[], None]) -> None:
+    def _rehearse(self, space: Space, *parts: Callable[[], None]) -> None:
         """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
         state = [space.slots.control, space.slots.lengths, space.slots.history]
         state += self._drafter.kept if isinstance(self._drafter, Listens) else []
         saved = [tensor.clone() for tensor in state]
         self._write_control(space, {}, [], fresh=True)
-        run()
+        for run in parts:
+            run()
         for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The step as a graph; what it reads must outlive it."""
+        """What runs as a graph, where there are graphs; what it reads must outlive it."""
+        if not self._graphs:
+            return run
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
@@ -415,3 +535,30 @@ def _most(drafter: Fills, far: int) -> int:
     if not isinstance(drafter, Listens):
         return far
     return min(drafter.longest, PATH if drafter.levels(drafter.longest) else far)
+
+
+def _roomy(size: int, buckets: list[int], made: Iterable[int]) -> int:
+    """The bucket that size runs in: a captured graph with some to spare rather than a new one that fits."""
+    fitting = next(bucket for bucket in buckets if bucket >= size)
+    return min((known for known in made if fitting <= known < 2 * fitting), default=fitting)
+
+
+def _counted(run: Callable[[], None], rows: int) -> Run:
+    """A step that always has so many rows."""
+
+    def counted() -> int:
+        run()
+        return rows
+
+    return counted
+
+
+def _first_rows(space: Space, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
+    """So many rows of a bale, from the first on; whose they are is known to the device alone."""
+    tables = space.slots.control[:, step.PAGES :]
+    reach = tables.shape[1] * space.page
+    plans = {
+        (shape.window, shape.group): bale.plan(tables, space.page, reach, shape.head_dim) for shape in layout.layers
+    }
+    wanted = torch.arange(rows, device=bale.ids.device)
+    return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
 from faircopy.model.decoder import decoder_spec
 from faircopy.model.fused import Fused
+from faircopy.replay import ROWS
 from faircopy.types import Request, SamplingParams, Sequence
 
 PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
@@ -85,7 +87,7 @@ def plain(pair: tuple[Fused, Fused]) -> dict[SamplingParams, list[list[int]]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3), ("model", 1), ("model", 4)])
+@pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3), ("ngram", 7), ("model", 1), ("model", 4)])
 def test_replayed_steps_write_what_plain_decoding_writes(pair, plain, params, drafter, k) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=k)
     assert engine.replay is not None
@@ -102,15 +104,18 @@ def test_replay_is_really_used(pair, plain) -> None:  # type: ignore[no-untyped-
     assert len(flights) >= engine.meter.steps // 2
 
 
-def test_scarce_pages_preempt_and_change_nothing(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    per_token = sum(2 * 4 * layer.kv_heads * layer.head_dim for model in pair for layer in model.layers)
-    engine = build(pair, "model", k=4, page=8, memory=per_token * 8 * 14)
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_scarce_pages_preempt_and_change_nothing(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    models = pair if drafter == "model" else pair[:1]
+    per_token = sum(2 * 4 * layer.kv_heads * layer.head_dim for model in models for layer in model.layers)
+    engine = build(pair, drafter, k=4, page=8, memory=per_token * 8 * 14)
     assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
     assert engine.scheduler.preemptions > 0
 
 
-def test_joining_aborting_and_own_lengths(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    engine = build(pair, "model", k=4, chunk=16)
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_joining_aborting_and_own_lengths(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=4, chunk=16)
     wanted = plain[repr(GREEDY)]
     first = [engine.add(Request(tuple(PROMPTS[n]), GREEDY, seed=n, k=n)) for n in (0, 2)]
     doomed = engine.add(Request((1, 2, 3), GREEDY))
@@ -122,8 +127,10 @@ def test_joining_aborting_and_own_lengths(pair, plain) -> None:  # type: ignore[
     assert [seq.output for seq in (*first, *late)] == [wanted[n] for n in (0, 2, 1, 3, 4)]
 
 
-def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    engine = build(pair, None, k=0)
+@pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3)])
+def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain, drafter, k) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=k)
+    engine.replay.warm(k)
     seqs = ask(engine, GREEDY)
     for _ in range(3):
         engine.step()
@@ -149,28 +156,29 @@ def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain) -> None:
         assert seq.finished == "error" or seq.output == text
 
 
-def test_an_exception_in_the_air_costs_time_and_no_text(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    engine = build(pair, "model", k=2)
+@pytest.mark.parametrize("drafter,where", [("model", "land"), ("ngram", "land"), ("ngram", "_read")])
+def test_an_exception_in_the_air_costs_time_and_no_text(pair, plain, drafter, where) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=2)
     seqs = ask(engine, WARM)
     for _ in range(3):
         engine.step()
-    land = engine.replay.land
-    engine.replay.land = lambda flight: 1 / 0
+    setattr(engine.replay, where, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine.replay.land = land
+    delattr(engine.replay, where)
     assert finish(engine, seqs) == plain[repr(WARM)]
 
 
-def test_smaller_graphs_are_made_while_others_fly(pair) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 5)])
+def test_smaller_graphs_are_made_while_others_fly(pair, drafter, k) -> None:  # type: ignore[no-untyped-def]
     """As sequences end one by one, smaller batches are rehearsed; those still flying must not notice."""
 
-    def run(**options: object) -> list[list[int]]:
-        engine = build(pair, None, **options)
+    def run(name: str | None, **options: object) -> list[list[int]]:
+        engine = build(pair, name, **options)
         each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (21, 5, 9, 13)]
         return finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
 
-    assert run(k=0) == run(k=0, max_batch=1, graphs=False)
+    assert run(drafter, k=k) == run(None, k=0, max_batch=1, graphs=False)
 
 
 def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ignore[no-untyped-def]
@@ -182,13 +190,64 @@ def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ign
     assert set(engine.replay._spaces) == made
 
 
-def test_one_without_drafts_does_not_ground_the_others(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    engine = build(pair, "model", k=3)
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_one_without_drafts_does_not_ground_the_others(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=3)
     ks = [None, 0, None, 0, None]
     seqs = [engine.add(Request(tuple(p), WARM, seed=n, k=ks[n])) for n, p in enumerate(PROMPTS)]
     launches = count_launches(engine)
     assert finish(engine, seqs) == plain[repr(WARM)]
     assert len(launches) > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
+
+
+def spy(thing: object, name: str) -> list[tuple[Any, Any]]:
+    """A list that grows by the first argument and the result of every call."""
+    calls: list[tuple[Any, Any]] = []
+    call = getattr(thing, name)
+
+    def noted(first: object, *more: object) -> object:
+        calls.append((first, call(first, *more)))
+        return calls[-1][1]
+
+    setattr(thing, name, noted)
+    return calls
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # type: ignore[no-untyped-def]
+    """The rows of the packed path from the host, and what a bucket has to spare."""
+    host, engine, padded = (build(pair, "ngram", k=7, graphs=graphs) for graphs in (False, True, True))
+    padded.replay.packs = False
+    engine.replay.warm(7)
+    reads, launches = spy(engine.replay, "_read"), spy(engine.replay, "launch")
+    for other in (host, engine, padded):
+        assert finish(other, ask(other, params)) == plain[repr(params)]
+    meters = [other.meter for other in (host, engine, padded)]
+    assert len({meter.tokens_fed - meter.tokens_padded for meter in meters}) == 1
+    assert meters[0].tokens_padded == 0 < meters[1].tokens_padded < meters[2].tokens_padded / 2
+    assert len({meter.drafted for meter in meters}) == len({meter.accepted for meter in meters}) == 1
+    for (_, flight), (_, real) in zip(launches, reads, strict=True):
+        most = flight.space.size * 8
+        assert flight.rows == min(n for n in (*ROWS, most) if real <= n <= most)
+
+
+def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "ngram", k=7)
+    engine.replay.warm(7)
+    made = {size: set(run._made) for (size, _), (_, run) in engine.replay._spaces.items()}
+    assert made == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    assert made == {size: set(run._made) for (size, _), (_, run) in engine.replay._spaces.items()}
+
+
+def test_empty_seats_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "ngram", k=3)
+    engine.drafter._lengths = range(30, 29, -1)  # nothing is found
+    reads, launches = spy(engine.replay, "_read"), spy(engine.replay, "launch")
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 12, 20)]
+    finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
+    seen = {(f.space.size, len(f.seats), total) for (_, f), (_, total) in zip(launches, reads, strict=True)}
+    assert seen == {(4, 3, 3), (4, 2, 2)}
 
 
 def shorter(model: Fused, context: int) -> Fused:

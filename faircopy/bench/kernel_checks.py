@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, pick, step
+from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
@@ -38,10 +38,12 @@ def checks() -> Iterator[Check]:
             yield f"attention {name} {kind}", _within(allowed, _attention, dtype, kind)
     yield "attention: splits change no bit", _splits
     yield "attention: rows do not know how many they are", _lonely
+    yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
     yield "pick: the same tokens", _pick
     yield "step: the same state", _step
+    yield "packing: the same rows, and the same accepted", _packing
 
 
 def _within(allowed: float, run: Callable[..., float], *options: Any) -> Callable[[torch.device], float]:
@@ -202,6 +204,28 @@ def _lonely(device: torch.device) -> float:
     return float(sum(not torch.equal(result, results[0]) for result in results))
 
 
+def _packed_bits(device: torch.device) -> float:
+    """Five rows of each sequence side by side; then one, none and four of them, packed where the device says."""
+    scene, width, counts = _scene(device, HALF), 5, (1, 0, 4)
+    tables, page = scene["plan"].tables, scene["plan"].page
+    scene["q"] = _random(device, 3 * width, 8, 64, dtype=HALF)
+    first = torch.tensor([[3], [150], [300]], dtype=torch.int32, device=device)
+    scene["positions"] = (first + torch.arange(width, dtype=torch.int32, device=device)).flatten()
+    scene["plan"] = attention.even_plan(3, width, tables, page, 384, 64)
+    whole = [_attend(scene, device, splits) for splits in (1, 2)]
+    bale = packing.Bale.empty(3, width, device)
+    kept: list[int] = []
+    bale.rows.fill_(-1)
+    for seat, count in enumerate(counts):
+        bale.rows[seat, :count] = torch.arange(len(kept), len(kept) + count)
+        bale.ranges[seat, 1] = attention.END if count else 0
+        kept += range(seat * width, seat * width + count)
+    scene["q"], scene["positions"] = scene["q"][kept].contiguous(), scene["positions"][kept].contiguous()
+    scene["plan"] = bale.plan(tables, page, 384, 64)
+    packed = [_attend(scene, device, splits) for splits in (1, 2)]
+    return float(sum(not torch.equal(a[kept], b) for a in whole for b in packed))
+
+
 def _tree_bits(device: torch.device) -> float:
     """The path 0 2 4 of the tree, laid out as a chain."""
     scene = _scene(device, HALF, tree=True)
@@ -280,6 +304,46 @@ _STEPS = (
     (step.prepare, step.lookup, step.accept),
     (step.prepare_twin, step.lookup_twin, step.accept_twin),
 )
+
+
+def _packing(device: torch.device) -> float:
+    """Drafts of random lengths, cut by width and limit, beside an empty seat and a text of full length."""
+    wrong = 0
+    for seed in range(3):
+        crowds = [_crowd(device, seed) for _ in range(2)]
+        bales = [packing.Bale.empty(7, 5, device) for _ in range(2)]
+        outs = [torch.zeros(7, 12, dtype=torch.int32, device=device) for _ in range(2)]
+        chosen = torch.randint(-1, 2, (35,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        for (pack, accept), (slots, feed), bale, out in zip(_PACKERS, crowds, bales, outs, strict=True):
+            pack(slots, feed, bale, 999)
+            accept(slots, feed, chosen.to(device), out, bale.starts)
+        same = [torch.equal(getattr(bales[0], n), getattr(bales[1], n)) for n in packing.Bale.__dataclass_fields__]
+        same += [torch.equal(getattr(crowds[0][0], n), getattr(crowds[1][0], n)) for n in ("lengths", "history")]
+        wrong += [*same, torch.equal(outs[0], outs[1])].count(False)
+        wrong += not 0 < int(bales[0].starts[-1]) < 35
+    return float(wrong)
+
+
+_PACKERS = ((packing.pack, step.accept), (packing.pack_twin, step.accept_twin))
+
+
+def _crowd(device: torch.device, seed: int) -> tuple[step.Slots, step.Feed]:
+    """Seven seats in the middle of a step: the fourth is empty, the last has written all it may."""
+    chance = torch.Generator().manual_seed(seed)
+    control = torch.zeros(7, step.PAGES + 8, dtype=torch.int32)
+    lengths = torch.randint(1, 20, (7,), generator=chance, dtype=torch.int32)
+    control[:, step.LIMIT] = lengths + torch.randint(1, 9, (7,), generator=chance)
+    control[:, step.WIDTH] = torch.randint(0, 5, (7,), generator=chance)
+    control[3, : step.PAGES], lengths[3] = torch.tensor([1, 1, 1, 0, 0, 0, 0]), 1
+    control[6, step.LIMIT] = lengths[6]
+    history = torch.randint(0, 2, (7, 40), generator=chance, dtype=torch.int32)
+    feed = step.Feed.empty(7, 5, device)
+    nodes = torch.randint(0, 2, (7, 5), generator=chance)
+    nodes[torch.arange(5) > torch.randint(0, 5, (7, 1), generator=chance)] = -1
+    for table in (feed.positions, feed.slots, feed.keys, feed.heat):
+        table.copy_(torch.randint(0, 99, (7, 5), generator=chance))
+    feed.ids.copy_(nodes)
+    return step.Slots(control.to(device), lengths.to(device), history.to(device)), feed
 
 
 def _slots(device: torch.device) -> step.Slots:

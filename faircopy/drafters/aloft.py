@@ -67,6 +67,7 @@ class _Growing:
 
     def __init__(self, aloft: Aloft, space: Any) -> None:
         self._aloft, self._space, self._head = aloft, space, aloft.head
+        self._known: dict[int, Any] = {}  # plans of each level's rows, made at the rehearsal
 
     def run(self, grove: Grove, memory: Tensor) -> None:
         """From what the head remembers of the last token [B, 1, M] to nodes and parents in the space."""
@@ -110,7 +111,9 @@ class _Growing:
             path = torch.cat([before, path], -1)
         self._paths = path
         positions = (base[:, None] + level - 1).expand(-1, len(own))
-        return self._aloft.rows_of(space.pack_paths(self._aloft.layout, front.tokens, positions, base, path))
+        if level not in self._known:
+            self._known[level] = space.path_rows(self._aloft.layout, len(own))
+        return self._aloft.rows_of(self._known[level].packed(front.tokens, positions, base, path))
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
         self._space.feed.ids[:, 1:] = tokens

@@ -12,6 +12,8 @@ from faircopy.types import Batch, Draft, Sequence
 class NgramDrafter(NoDrafter):
     """Longest suffix first, its latest occurrence; needs no model."""
 
+    varies = True  # often there is nothing to be found
+
     def __init__(self, shortest: int = 1, longest: int = 4) -> None:
         self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[Sequence, _Index] = {}

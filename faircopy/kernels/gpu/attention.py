@@ -98,31 +98,32 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
     return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
 
 
-def tree_plan(
-    base: Tensor, paths: Tensor, tables: Tensor, page: int, context: int, group: int, step: int, dim: int
-) -> PagePlan:
-    """Rows of every sequence with a path each, paths [B, R, PATH] counted from base [B]; all of it may be captured.
-
-    step: keys per block of whichever layer has most.
-    """
+def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int) -> PagePlan:
+    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured and is aimed at every step."""
     (size, rows), device = paths.shape[:2], tables.device
     blocks, height = -(-context // block_length(dim)), min(power(rows), tile_height(group))
     tiles = -(-rows // height)
-    own = torch.arange(tiles * height, dtype=torch.int32, device=device)
-    own = torch.where(own < rows, own, -1)
-    first = torch.arange(size, dtype=torch.int32, device=device)[:, None] * rows
-    shared = torch.where(own >= 0, first + own, -1).view(size * tiles, height)
-    seqs, block = torch.arange(size, dtype=torch.int32, device=device), base // step
-    zero, end = torch.zeros_like(block), torch.full_like(block, END)
+    own = torch.arange(size * rows, dtype=torch.int32, device=device).view(size, rows)
+    shared = torch.nn.functional.pad(own, (0, tiles * height - rows), value=-1).view(size * tiles, height)
+    seqs = torch.arange(size, dtype=torch.int32, device=device)
 
-    def each(count: int, *columns: Tensor) -> Tensor:
-        return torch.stack(columns, 1).repeat_interleave(count, 0)
+    def ranges(count: int, stop: int) -> Tensor:
+        return torch.tensor([[0, stop]] * (size * count), dtype=torch.int32, device=device)
 
     tails = PagePlan(
-        torch.arange(size * rows, dtype=torch.int32, device=device)[:, None], each(rows, block, end),
-        seqs.repeat_interleave(rows), tables, page, blocks, base.repeat_interleave(rows), paths.reshape(-1, PATH),
+        own.view(-1, 1), ranges(rows, END), seqs.repeat_interleave(rows), tables, page, blocks,
+        torch.zeros(size * rows, dtype=torch.int32, device=device), paths.view(-1, PATH),
     )  # fmt: skip
-    return PagePlan(shared, each(tiles, zero, block), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
+    return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
+
+
+def aim(plan: PagePlan, base: Tensor, step: int) -> None:
+    """Let a tree's plan know that nodes begin at base [B]; blocks of `step` keys before that are shared."""
+    assert plan.tails is not None and plan.tails.bases is not None, "only trees are aimed"
+    block, size = (base // step)[:, None], base.shape[0]
+    plan.ranges.view(size, -1, 2)[..., 1] = block
+    plan.tails.ranges.view(size, -1, 2)[..., 0] = block
+    plan.tails.bases.view(size, -1)[:] = base[:, None]
 
 
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:

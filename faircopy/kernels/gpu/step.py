@@ -7,6 +7,7 @@ the device's own, so that a step can follow the one before without anybody looki
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -131,8 +132,8 @@ def _lookup(
 
 @triton.jit
 def _accept(
-    control, lengths, history, ids, chosen, out, columns, reach,
-    W: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
+    control, lengths, history, ids, chosen, starts, out, columns, reach,
+    W: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[b]: how many tokens, of how many nodes, were they all sound; then the tokens, then the nodes."""
     b = tl.program_id(0).to(tl.int64)
@@ -142,7 +143,11 @@ def _accept(
     room = tl.maximum(tl.minimum(tl.load(line + 3), tl.load(line + 2) - n - 1), 0)
     at = tl.arange(0, WP)
     inside = at < W
-    said = tl.load(chosen + b * W + at, mask=inside, other=-1)
+    first, rows = b * W, W
+    if PACKED:
+        first = tl.load(starts + b).to(tl.int64)
+        rows = tl.load(starts + b + 1) - first
+    said = tl.load(chosen + first + at, mask=inside & (at < rows), other=-1)
     guess = tl.load(ids + b * W + 1 + at, mask=at < W - 1, other=-1)
     wrong = (guess != said) | (at >= room) | (at >= W - 1)
     right = tl.min(tl.where(wrong, at, WP), 0)  # nodes that say what the target says, from the first on
@@ -210,19 +215,22 @@ def lookup_twin(slots: Slots, feed: Feed, shortest: int, longest: int) -> None:
         feed.ids[b, 1:] = torch.tensor(found + [-1] * (width - len(found)))
 
 
-def accept(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor) -> None:
-    """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2]."""
+def accept(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
+    """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2].
+
+    starts [B + 1]: where each slot's choices begin, if they are packed end to end.
+    """
     size, width = feed.ids.shape
     _accept[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, chosen, out, slots.control.stride(0),
+        slots.control, slots.lengths, slots.history, feed.ids, chosen, starts, out, slots.control.stride(0),
         slots.history.stride(0),
-        W=width, WP=power(width, 2), num_warps=1, **options(feed.ids.device),
+        W=width, WP=power(width, 2), PACKED=starts is not None, num_warps=1, **options(feed.ids.device),
     )  # fmt: skip
 
 
-def accept_twin(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor) -> None:
+def accept_twin(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
     width = feed.ids.shape[1]
-    said = chosen.view(-1, width).tolist()
+    said = chosen.view(-1, width).tolist() if starts is None else _apart(chosen.tolist(), starts.tolist(), width)
     for b, row in enumerate(slots.control.tolist()):
         n, nodes = int(slots.lengths[b]), feed.ids[b, 1:].tolist()
         room = max(min(row[WIDTH], row[LIMIT] - n - 1), 0)
@@ -234,6 +242,12 @@ def accept_twin(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor) -> None:
         slots.history[b, n : n + count] = torch.tensor(said[b][:count])
         slots.lengths[b] = n + count
         out[b] = torch.tensor([count, min(room, width - 1), int(count == right + 1), *said[b], *nodes])
+
+
+def _apart(chosen: list[int], starts: list[int], width: int) -> list[list[int]]:
+    """Packed choices slot by slot, with -1 where a slot had no row."""
+    rows = [chosen[first:stop] for first, stop in pairwise(starts)]
+    return [row + [-1] * (width - len(row)) for row in rows]
 
 
 def _slot_twin(row: list[int], position: int, page: int, trash: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, norm, pick, step, tree
+from faircopy.kernels.gpu import attention, heads, norm, packing, pick, step, tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Suite:
     offer: Callable[..., tuple[Tensor, Tensor]]
     prepare: Callable[..., None]
     lookup: Callable[..., None]
+    pack: Callable[..., None]
     accept: Callable[..., None]
     graft: Callable[..., None]
     climb: Callable[..., None]
@@ -39,6 +40,7 @@ KERNELS = Suite(
     pick.offer,
     step.prepare,
     step.lookup,
+    packing.pack,
     step.accept,
     tree.graft,
     tree.climb,
@@ -59,6 +61,7 @@ TWINS = Suite(
     pick.offer_twin,
     step.prepare_twin,
     step.lookup_twin,
+    packing.pack_twin,
     step.accept_twin,
     tree.graft_twin,
     tree.climb_twin,
