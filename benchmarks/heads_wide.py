@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.heads import cycle, decode, folder_of, name_of, speeds, tidy
+from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
 from faircopy.bench.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
@@ -114,19 +114,27 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(
-    args: argparse.Namespace, name: str, target: Model, draft: Any, k: int, graphs: bool, rows: list[dict[str, Any]]
+    args: argparse.Namespace,
+    name: str,
+    target: Model,
+    draft: Any,
+    k: int,
+    plain: dict[int, list[list[int]]],
+    rows: list[dict[str, Any]],
 ) -> None:
+    """One drafter at every batch size; plain decoding comes first, and its texts are kept to compare with."""
     prompts = torch.load(args.work / "own.pt", weights_only=True)["prompts"]
     for batch in args.batches:
         if time.time() > args.deadline:
             return
         tidy(target.device)
-        options = {"memory": args.memory, "device": args.device, "exact": args.exact, "graphs": graphs}
+        options = {"memory": args.memory, "device": args.device, "exact": args.exact}
         config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
         engine = build_engine(target, draft=draft, config=config)
-        decode(engine, cycle(prompts, batch), args.new)  # as long: graphs are captured where first needed
-        rate, per_step = decode(engine, cycle(prompts, batch), args.new)
-        rows.append({"variant": name, "batch": batch, "rate": round(rate, 1), "per_step": round(per_step, 3)})
+        done = timed(engine, cycle(prompts, batch), args.new)
+        same = sum(a == b for a, b in zip(done.texts, plain.setdefault(batch, done.texts), strict=True))
+        facts = {"rate": round(done.rate, 1), "per_step": round(done.per_step, 3), "identical": same}
+        rows.append({"variant": name, "batch": batch, **facts})
         print(json.dumps(rows[-1]), flush=True)
         write(str(args.out / "heads-wide.json"), {n: str(v) for n, v in vars(args).items()}, rows)
 
@@ -153,6 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     args.deadline = time.time() + 60 * args.minutes
     kind, device = getattr(torch, args.dtype), torch.device(args.device)
     rows: list[dict[str, Any]] = []
+    plain: dict[int, list[list[int]]] = {}
     small = load_model(args.target, kind, device)
     target = inflated_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
     for variant, k, tree in speeds():
@@ -161,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         draft = None if variant is None else drafter(args, variant, small, target)
         if tree == "chain" and isinstance(draft, Head):
             draft.tree = Tree  # type: ignore[method-assign, assignment]
-        measure(args, name_of(variant, k, tree), target, draft, k, tree == "chain", rows)
+        measure(args, name_of(variant, k, tree), target, draft, k, plain, rows)
 
 
 if __name__ == "__main__":

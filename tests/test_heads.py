@@ -424,3 +424,49 @@ def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str
     while engine.busy:
         engine.step()
     assert late.output == references(own, [[5, 6, 7]], [SamplingParams(max_tokens=12)], [0])[0].tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trees_in_the_air_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    """Trees of all sizes in captured steps, by the kernels' twins: scarce pages, short contexts, neighbours."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import count_launches, fused, shorter
+
+    folder = checkpoint("llama")
+    own = load(folder)
+    model, head = shorter(fused(folder), 60), head_for(folder, own, method)
+    prompts = random_prompts(4, model.vocab, seed=5, longest=30)
+    params = [SamplingParams(max_tokens=90, ignore_eos=True, temperature=heat) for heat in (0.0, 0.9, 0.0, 0.0)]
+    requests = [
+        Request(tuple(p), q, n, k) for n, (p, q, k) in enumerate(zip(prompts, params, (None, None, 2, 0), strict=True))
+    ]
+    plain = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), requests)
+    assert all(len(seq.tokens) == 60 for seq in plain)
+    layers = len(model.layers) + len(head.layers)
+    for k in (1, 5, 24):
+        config = EngineConfig(memory=22 * 8 * layers * 2 * 2 * 16 * 4, page=8, max_batch=4, k=k)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS)
+        launches = count_launches(engine)
+        seqs = run(engine, requests)
+        assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+        assert len(launches) > 20 and engine.meter.drafted > 0
+        assert seqs[3].drafted == 0 and all(seq.drafted <= 2 * seq.steps for seq in seqs[2:3])
+
+
+def test_accepted_paths_are_moved_into_line() -> None:
+    """The bundled head and its target, trees in captured steps: forks are accepted, and what follows is right."""
+    pytest.importorskip("triton")
+    from faircopy import bundled
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    model = fused(str(bundled.target()))
+    head = load_head(bundled.named("clover"), load(str(bundled.target())))
+    requests = [Request(tuple(range(900, 900 + 7 * n)), SamplingParams(max_tokens=24)) for n in (1, 2)]
+    plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
+    head.tree = lambda room: Spent(room, 0.99, 0.01)  # type: ignore[method-assign]
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=12), suite=TWINS)
+    seqs = run(engine, requests)
+    assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+    assert engine.target.layout.moved > 0 and engine.meter.accepted > 5

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.bench import tree_checks
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.tables import Tile, span_length
@@ -44,6 +45,9 @@ def checks() -> Iterator[Check]:
     yield "pick: the same tokens", _pick
     yield "step: the same state", _step
     yield "packing: the same rows, and the same accepted", _packing
+    yield "offer: the same tokens", tree_checks.offers
+    yield "trees: the same state", tree_checks.trees
+    yield "attention: captured trees have their chains' bits", lambda device: tree_checks.tree_bits(device, HALF)
 
 
 def _within(allowed: float, run: Callable[..., float], *options: Any) -> Callable[[torch.device], float]:

@@ -155,7 +155,8 @@ class StaticGrove(Grove):
 
     def grow(self, ids: Tensor, scores: Tensor) -> Front | None:
         nodes, parents, ranks = self._levels[self._depth]
-        there = scores[:, 0].index_select(1, ranks) > -torch.inf
+        reached = (parents < 0) | (self._tokens.index_select(1, parents.clamp(min=0)) >= 0)
+        there = reached & (scores[:, 0].index_select(1, ranks) > -torch.inf)
         tokens = torch.where(there, ids[:, 0].index_select(1, ranks), -1)
         self._tokens.index_copy_(1, nodes, tokens)
         self._parents.index_copy_(1, nodes, parents.expand(self.seats, -1))

@@ -1,0 +1,122 @@
+"""Kernel checks of trees between passes: each against its twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from faircopy import rng
+from faircopy.kernels.gpu import attention, pick, step, tree
+from faircopy.kernels.gpu.step import Feed, Slots
+from faircopy.kernels.gpu.tree import Branches
+
+SEATS, WIDTH, PAGE, DEEP = 5, 8, 4, 4
+PARENTS = [[-1, 0, 0, 1, 3, 4, 2, 0], [-1, 0, 1, 2, 3, 0, 0, 5], [-1, 0, 0, 0, 0, 0, 0, 0]]
+GUESSES = [[9, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 1, 7, 8], [9, 1, 2, -1, 4, 5, 6, 7]]
+CHOSEN = [[1, 3, 6, 4, 5, 8, 8, 8], [1, 2, -1, 4, 5, 6, 7, 8], [2, 9, 3, 9, 9, 9, 9, 9]]
+
+
+def offers(device: torch.device) -> float:
+    """Which tokens are offered, and how likely they are said to be; three rows a seat."""
+    logits = torch.randn(9, 9000, generator=torch.Generator().manual_seed(4)).to(device) * 3
+    logits[1, 4097] = logits[1, 8000] = 50.0
+    logits[4, 5000], logits[5] = torch.nan, -torch.inf
+    logits[5, 17] = 1.0
+    heat = torch.tensor([0.0, 0.0, 0.8], device=device)
+    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(3)], device=device)
+    worst = 0.0
+    for many in (1, 10):
+        (ids, scores), (twin_ids, twin_scores) = (
+            f(logits, heat, keys, many, 8990) for f in (pick.offer, pick.offer_twin)
+        )
+        there = twin_scores > -torch.inf
+        worst += float((ids != twin_ids)[there].sum() + (there != (scores > -torch.inf)).sum())
+        worst += float((scores - twin_scores)[there].abs().max() > 1e-4)
+    return worst
+
+
+def trees(device: torch.device) -> float:
+    """Graft, climb and compact, as the twins do; some seats end, one is empty, one breaks in the middle."""
+    worlds = [_world(device) for _ in range(2)]
+    for (graft, climb, compact), (slots, feed, branches, out, chosen) in zip(_STEPS, worlds, strict=True):
+        graft(slots, feed, branches)
+        climb(slots, feed, branches, chosen.flatten(), out)
+        compact(slots, branches, out, PAGE)
+    return float(sum(not torch.equal(a, b) for a, b in zip(*map(_state, worlds), strict=True)))
+
+
+_STEPS: Any = ((tree.graft, tree.climb, tree.compact), (tree.graft_twin, tree.climb_twin, tree.compact_twin))
+
+
+def _world(device: torch.device) -> tuple[Slots, Feed, Branches, Tensor, Tensor]:
+    control = torch.zeros(SEATS, step.PAGES + 8, dtype=torch.int32)
+    control[:, step.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
+    control[:, step.WIDTH] = torch.tensor([7, 7, 7, 2, 0])
+    control[:, step.SEED_LOW : step.PAGES] = torch.arange(10).view(5, 2) - 4
+    control[:, step.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
+    lengths = torch.tensor([9, 11, 16, 4, 1], dtype=torch.int32)
+    history = torch.zeros(SEATS, 40, dtype=torch.int32)
+    slots = Slots(control.to(device), lengths.to(device), history.to(device))
+    shapes = [(160, 2, 8), (160, 1, 8), (160, 2, 24)]
+    pools = [torch.arange(float(torch.Size(s).numel()), device=device).view(s) + n for n, s in enumerate(shapes)]
+    feed, branches = Feed.empty(SEATS, WIDTH, device), Branches.over(pools, SEATS, WIDTH, DEEP)
+    order = [0, 1, 2, 0, 1]
+    feed.ids.copy_(torch.tensor([GUESSES[n] for n in order]))
+    branches.parents.copy_(torch.tensor([PARENTS[n] for n in order]))
+    chosen = torch.tensor([CHOSEN[n] for n in order], dtype=torch.int32, device=device)
+    return slots, feed, branches, torch.zeros(SEATS, 4 * WIDTH + 1, dtype=torch.int32, device=device), chosen
+
+
+def _state(world: tuple[Slots, Feed, Branches, Tensor, Tensor]) -> list[Tensor]:
+    slots, feed, branches, out, _ = world
+    tables = [slots.lengths, slots.history, feed.positions, feed.keys, branches.base, branches.paths, branches.taken]
+    return [*tables, out, *branches.pools]
+
+
+def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
+    """Captured trees: every row has the bits of its path laid out as a chain, at lengths around a block's end."""
+    page, kv, group, dim, rows = 32, 2, 4, 64, 6
+    lengths, parents = (3, 127, 128, 129, 300), [-1, 0, 0, 1, 2, 4]
+    size = len(lengths)
+    tables = torch.randperm(size * 12, generator=torch.Generator().manual_seed(3)).int().view(size, 12).to(device)
+    generator = torch.Generator().manual_seed(5)
+    pools = [torch.randn(size * 12 * page, kv, dim, generator=generator).to(device, dtype) for _ in range(2)]
+    q = torch.randn(size * rows, kv * group, dim, generator=generator).to(device, dtype)
+    routes = [_route(parents, row) for row in range(rows)]
+    paths = torch.zeros(size, rows, attention.PATH, dtype=torch.int32, device=device)
+    for row, route in enumerate(routes):
+        paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
+    plan = attention.tree_plan(paths, tables, page, 12 * page, group, dim)
+    attention.aim(plan, torch.tensor(lengths, dtype=torch.int32, device=device), attention.block_length(dim))
+    where = [n - 1 + len(route) for n in lengths for route in routes]
+    out = _attend(q, pools, torch.tensor(where, dtype=torch.int32, device=device), plan, device)
+    wrong = 0
+    for seq, n in enumerate(lengths):
+        for row, route in enumerate(routes):
+            straight = _straightened(pools, tables[seq], page, n, route)
+            one = attention.plan_pages([attention.PageLane(0, [0])], group, tables[seq : seq + 1], page, 12)
+            at = torch.tensor([n - 1 + len(route)], dtype=torch.int32, device=device)
+            place = seq * rows + row
+            wrong += not torch.equal(_attend(q[place : place + 1], straight, at, one, device)[0], out[place])
+    return float(wrong)
+
+
+def _route(parents: list[int], row: int) -> list[int]:
+    return [] if row == 0 else [*_route(parents, parents[row]), row]
+
+
+def _straightened(pools: list[Tensor], table: Tensor, page: int, n: int, route: list[int]) -> list[Tensor]:
+    """The pools with a path's keys in line behind the text."""
+    slots = [int(table[i // page]) * page + i % page for i in range(n - 1, n + 7)]
+    moved = [pool.clone() for pool in pools]
+    for new, old in zip(moved, pools, strict=True):
+        for place, node in enumerate(route):
+            new[slots[place + 1]] = old[slots[node]]
+    return moved
+
+
+def _attend(q: Tensor, pools: list[Tensor], positions: Tensor, plan: Any, device: torch.device) -> Tensor:
+    arrived = attention.counters(device).repeat(64)
+    return attention.attend_pages(q.contiguous(), pools[0], pools[1], positions, plan, arrived, 0.3)
