@@ -18,7 +18,7 @@ import torch
 from faircopy import bundled
 from faircopy.bench.pair import Pair, load_pair, widened_pair
 from faircopy.bench.record import append
-from faircopy.bench.run import Bench, Case, run, spread
+from faircopy.bench.run import HOST, PADDED, Bench, Case, run, spread
 from faircopy.bench.shapes import QWEN3
 from faircopy.bench.workloads import Workload, held_out, retold
 
@@ -35,6 +35,7 @@ EMS = (
     ("ragged", True), ("ragged", False), ("ems", False), ("unpad_inputs", False), ("unpad_cache", False),
     ("padded", False),
 )  # fmt: skip
+CAPTURED = (PADDED, HOST)  # on a GPU beside packed rows in graphs: padded ones, and steps packed by the host
 EXSPEC = (("ragged", True), ("ragged", False), ("padded", False), ("realign", False), ("realign", True), ("pool", None))
 
 
@@ -76,7 +77,14 @@ def say(record: dict[str, Any]) -> None:
 
 
 def ems(args: argparse.Namespace, pair: Pair) -> None:
-    cases = [Case(name, "ngram", batch, 7, refill) for batch in args.ems_batches for name, refill in EMS]
+    cases = [
+        Case(name, "ngram", batch, 7, refill)
+        for batch in args.ems_batches
+        for name, refill in EMS
+        if name == "ragged" or args.dense_batches is None or batch in args.dense_batches
+    ]
+    if args.device == "cuda":
+        cases += [Case("ragged", "ngram", batch, 7, False, steps) for batch in args.ems_batches for steps in CAPTURED]
     count = max(args.prompts, *args.ems_batches)
     workload = retold(pair.encode, args.tokens, pair.target.context, count)
     measure(args, pair, workload, cases, 1, lookup_min=2, lookup_max=2)
@@ -98,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-profile", action="store_true", help="without the pass that times phases")
     parser.add_argument("--parts", nargs="+", choices=["ems", "exspec"], default=["ems", "exspec"])
     parser.add_argument("--ems-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24])
+    parser.add_argument("--dense-batches", type=int, nargs="+", help="part ems: rectangles only at these sizes")
     parser.add_argument("--exspec-batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--prompts", type=int, default=24, help="per run, rounded up to whole batches")

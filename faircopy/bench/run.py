@@ -26,6 +26,8 @@ from faircopy.types import Request, SamplingParams
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the latter for one thread on a busy machine
 DRAFTERS = ("none", "ngram", "model")
+HOST, PADDED = "from the host", "padded inputs"  # steps that are not captured; captured ones whose rows are not packed
+STEPS = ("", HOST, PADDED)
 COUNTERS = (
     "steps", "grouped_steps", "sequence_steps", "tokens_fed", "tokens_padded", "rows_moved", "drafted", "accepted",
     "emitted", "preemptions",
@@ -42,6 +44,7 @@ class Case:
     batch: int
     k: int
     refill: bool | None = None  # None: as the strategy was published
+    steps: str = ""  # how they are run: one of STEPS, for comparisons on a GPU
 
     @property
     def name(self) -> str:
@@ -49,7 +52,8 @@ class Case:
         if self.drafter == "none" and self.strategy == "ragged":
             return "plain"
         published = self.refill is None or self.refill == STRATEGIES[self.strategy].refills
-        return self.strategy if published else f"{self.strategy}, {'refilled' if self.refill else 'whole batches'}"
+        words = [self.strategy, "" if published else "refilled" if self.refill else "whole batches", self.steps]
+        return ", ".join(word for word in words if word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +144,16 @@ def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
             "chunk": 1 << 20,
             "memory": _memory(bench, case, workload),
             "device": bench.target.device.type,
+            "graphs": case.steps != HOST,
             **bench.options,
         }
     )
     drafter = NgramDrafter(config.lookup_min, config.lookup_max) if case.drafter == "ngram" else None
-    return build_engine(bench.target, drafter, draft=bench.draft if case.drafter == "model" else None, config=config)
+    draft = bench.draft if case.drafter == "model" else None
+    engine = build_engine(bench.target, drafter, draft=draft, config=config)
+    if case.steps == PADDED and engine.replay is not None:
+        engine.replay.packs = False
+    return engine
 
 
 def _memory(bench: Bench, case: Case, workload: Workload) -> int:
