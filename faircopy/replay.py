@@ -35,6 +35,7 @@ from faircopy.verify.base import numerics_error
 TILE = 128  # query rows times heads per key head that a captured step verifies in one piece
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of packed steps
+FEW = 64  # rows up to here cost the target about the same: they are not worth counting
 Run = Callable[[], int]  # sends a step off; how many rows the target computes
 
 
@@ -365,7 +366,7 @@ class Replay:
         branches = Branches.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
         out = torch.zeros(size, 4 * k + 5 if deepest else 2 * k + 4, dtype=torch.int32, device=device)
         space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash, branches)
-        if self.packs and k:
+        if self.packs and size * (k + 1) > FEW:
             return space, self._halves(space)
         if branches is not None and isinstance(drafter, Listens):
             run = self._plan_tree_step(space, branches, drafter)

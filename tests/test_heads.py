@@ -367,7 +367,8 @@ def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., 
     folder = checkpoint("llama")
     model, own = fused(folder), load(folder)
     head = head_for(folder, own, method)
-    requests = [Request(tuple(p), SamplingParams(max_tokens=10)) for p in random_prompts(4, model.vocab, seed=5)]
+    kinds = [SamplingParams(max_tokens=10), SamplingParams(max_tokens=10, logprobs=1)]  # the latter stay on the ground
+    requests = [Request(tuple(p), kinds[n % 2]) for n, p in enumerate(random_prompts(4, model.vocab, seed=5))]
     config = EngineConfig(memory="8MiB", chunk=16)
     plain = run(build_engine(model, config=config, suite=TWINS), requests)
     for k in (3, 14):

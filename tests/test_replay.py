@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from faircopy import bundled
+from faircopy import bundled, replay
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.ngram import NgramDrafter
@@ -32,6 +32,12 @@ def fused(folder: str) -> Fused:
     tensors = loader._Tensors(Path(folder), torch.float32, cpu)
     spec, size = decoder_spec(config, *loader._rope(config)), config.vocab_size
     return Fused(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False, config.hidden_act)
+
+
+@pytest.fixture(autouse=True)
+def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack the smallest batches too."""
+    monkeypatch.setattr(replay, "FEW", 0)
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def aim(plan: PagePlan, base: Tensor, step: int) -> None:
 
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
     """Rows per sequence, if all have the same number, one tile each, in order."""
-    count = len(tiles[0][1])
+    count = len(tiles[0][1]) if tiles else 0
     regular = [(n, list(range(n * count, (n + 1) * count))) for n in range(seqs)]
     return count if tiles == regular else 0
 

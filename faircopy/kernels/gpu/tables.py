@@ -6,7 +6,7 @@ The split of K decides bits, so it belongs to the weight's shape alone; everythi
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ class Plan:
         return self._fitting(_nearest(self.halves, rows), rows, wide)
 
     def _fitting(self, known: Tile | None, rows: int, wide: bool) -> Tile:
-        if known is not None and (wide or not known.wide):
-            return known
-        return default_tile(rows, wide)
+        if known is None or (known.wide and not wide):
+            return default_tile(rows, wide)
+        return replace(known, high=min(known.high, -(-rows // known.bm)))  # no higher than there are rows
 
 
 def _nearest(tiles: dict[int, Tile], rows: int) -> Tile | None:
