@@ -118,6 +118,10 @@ class Bench:
     def known(self, **key: Any) -> bool:
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
+    def drop(self, variant: str) -> None:
+        """What was measured of a variant's weights goes with them."""
+        self.rows[:] = [row for row in self.rows if (row["target"], row["variant"]) != (self.name, variant)]
+
     def note(self, **row: Any) -> None:
         """Keep a result, at once and for good."""
         self.rows.append({"target": self.name, **row})
@@ -189,6 +193,7 @@ def pace(bench: Bench, text: Tensor, variants: list[str]) -> int:
 
 def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
     """Train one variant, save it, note its accuracy."""
+    bench.drop(variant)
     args, cuda = bench.args, bench.device.type == "cuda"
     task, learner = make_task(bench, variant, text)
     settings = Settings(

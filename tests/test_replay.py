@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from faircopy import bundled, replay
+from faircopy import bundled
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.ngram import NgramDrafter
@@ -20,7 +20,8 @@ from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
 from faircopy.model.decoder import decoder_spec
 from faircopy.model.fused import Fused
-from faircopy.replay import ROWS
+from faircopy.replay import steady
+from faircopy.replay.steps import ROWS
 from faircopy.types import Request, SamplingParams, Sequence
 
 PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
@@ -37,7 +38,7 @@ def fused(folder: str) -> Fused:
 @pytest.fixture(autouse=True)
 def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack the smallest batches too."""
-    monkeypatch.setattr(replay, "FEW", 0)
+    monkeypatch.setattr(steady, "FEW", 0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,56 @@
+"""A step in the air, and what it tells when it lands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from faircopy.replay.space import Space
+from faircopy.types import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step in the air."""
+
+    seats: dict[Sequence, int]
+    space: Space
+    report: Tensor  # where out lands on the host
+    landed: torch.cuda.Event | None
+    rows: int  # that the target computes, those that stand for nothing included
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return list(self.seats)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a step reports of one seat."""
+
+    tokens: list[int]
+    room: int
+    sound: bool
+    nodes: list[int]
+    parents: list[int]
+    path: list[int]  # accepted nodes
+    moved: int  # rows of keys that were not in line
+
+    @classmethod
+    def of(cls, row: Any, width: int, tree: bool) -> Told:
+        count, room, sound = (int(number) for number in row[:3])
+        accepted = count - 1 if sound else count
+        nodes = [int(n) for n in row[3 + width : 3 + width + room]]
+        tokens = [int(n) for n in row[3 : 3 + count]]
+        there = [place for place, node in enumerate(nodes) if node >= 0]
+        parents, path = list(range(-1, room - 1)), list(range(accepted))
+        if tree:
+            parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
+            path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
+        moved = sum(node != place for place, node in enumerate(path))
+        new = {old: place for place, old in enumerate(there)} | {-1: -1}
+        nodes, parents = [nodes[n] for n in there], [new[parents[n]] for n in there]
+        return cls(tokens, room, bool(sound), nodes, parents, [new[node] for node in path], moved)
