@@ -303,3 +303,20 @@ def test_a_flight_that_nobody_waits_for_is_dropped(pair, plain) -> None:  # type
 def test_long_chains_are_verified_from_the_host(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=200)
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+
+
+def test_a_draft_model_that_breaks_for_one_node_costs_nothing(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """A node that is missing takes those behind it along."""
+    engine, forward, calls = build(pair, "model", k=4), pair[1].forward, 0
+
+    def broken(packed, cache):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        logits = forward(packed, cache)
+        return logits if calls % 3 else torch.full_like(logits, torch.nan)
+
+    pair[1].forward = broken  # type: ignore[method-assign]
+    try:
+        assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    finally:
+        del pair[1].forward

@@ -45,12 +45,15 @@ class Told:
         accepted = count - 1 if sound else count
         nodes = [int(n) for n in row[3 + width : 3 + width + room]]
         tokens = [int(n) for n in row[3 : 3 + count]]
-        there = [place for place, node in enumerate(nodes) if node >= 0]
         parents, path = list(range(-1, room - 1)), list(range(accepted))
         if tree:
             parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
             path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
         moved = sum(node != place for place, node in enumerate(path))
-        new = {old: place for place, old in enumerate(there)} | {-1: -1}
-        nodes, parents = [nodes[n] for n in there], [new[parents[n]] for n in there]
-        return cls(tokens, room, bool(sound), nodes, parents, [new[node] for node in path], moved)
+        new, kept, above = {-1: -1}, [], []
+        for old, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+            if node >= 0 and parent in new:  # what hangs on a missing node is missing too
+                new[old] = len(kept)
+                kept.append(node)
+                above.append(new[parent])
+        return cls(tokens, room, bool(sound), kept, above, [new[node] for node in path], moved)
