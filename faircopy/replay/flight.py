@@ -50,7 +50,9 @@ class Told:
             parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
             path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
         moved = sum(node != place for place, node in enumerate(path))
-        new, kept, above = {-1: -1}, [], []
+        new: dict[int, int] = {-1: -1}
+        kept: list[int] = []
+        above: list[int] = []
         for old, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
             if node >= 0 and parent in new:  # what hangs on a missing node is missing too
                 new[old] = len(kept)
