@@ -322,7 +322,7 @@ class DenseLayout:
         packed = accumulate((feed.size for feed in feeds), initial=0)
         starts = packed if self.packs else (feed.row * queries for feed in feeds)
         return [
-            start + _wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live))
+            start + np.array(_wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
             for start, seq, upto, feed in zip(starts, batch.seqs, batch.upto, feeds, strict=False)
         ]
 
