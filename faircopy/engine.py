@@ -12,8 +12,7 @@ from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.reader import HeadDrafter
 from faircopy.errors import ConfigError, OutOfPages, RequestError
-from faircopy.layout.base import LayerShape, Layout, cache_dtype
-from faircopy.layout.paged import PagedLayout
+from faircopy.layout.base import LayerShape, cache_dtype
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.meter import Meter
@@ -204,13 +203,16 @@ def build_engine(
     models: list[Model | Head] = [target] if draft is None else [target, draft]
     strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
     tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
-    layouts = [strategy.layout(tables, model, config, model is not target, suite) for model in models]
+    layouts = [strategy.layout(tables, target, config, False, suite)]
     runner = Runner(target, layouts[0])
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), chunk)
     sampled = config.verifier == "rejection"
     if isinstance(draft, Head):
-        drafter = HeadDrafter(draft, _pages(layouts[1], config), chunk, sampled, config.max_batch)
+        pages = strategy.pages(tables, draft, config, suite)
+        layouts.append(pages)
+        drafter = HeadDrafter(draft, pages, chunk, sampled, config.max_batch)
     elif draft is not None:
+        layouts.append(strategy.layout(tables, draft, config, True, suite))
         drafter = ModelDrafter(Runner(draft, layouts[1]), target.vocab, chunk, sampled)
     drafter = drafter or NoDrafter()
     runner.wants = getattr(drafter, "wants", ())
@@ -220,13 +222,6 @@ def build_engine(
     engine = Engine(runner, tables, drafter, verifier, scheduler, wish or FixedLength(config.k), ends, replay)
     engine.layouts = layouts
     return engine
-
-
-def _pages(layout: Layout, config: EngineConfig) -> PagedLayout:
-    """A head reads rows where they lie in pages; a rectangle's padding has no states to read."""
-    if not isinstance(layout, PagedLayout):
-        raise ConfigError("strategy", config.strategy, "a draft head needs pages", "use strategy='ragged'")
-    return layout
 
 
 def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: EngineConfig) -> Replay | None:

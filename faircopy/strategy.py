@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
 
 # For a model, or for a draft model; with kernels of one's own instead of the device's, where a layout has kernels.
-MakeLayout = Callable[[Tables, Model | Head, EngineConfig, bool, "Suite | None"], Layout]
+MakeLayout = Callable[[Tables, Model, EngineConfig, bool, "Suite | None"], Layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class Strategy:
         width = context * (config.k + 1) if self.dense else -(-context // config.page) * config.page
         return rows * width
 
+    def pages(self, tables: Tables, head: Head, config: EngineConfig, suite: Suite | None) -> PagedLayout:
+        """A head's cache: in the target's own pages, or in pages beside its rectangle."""
+        held = tables.paged() if isinstance(tables, RowTables) else tables
+        return _paged(held, head, config, True, suite)
+
     def policy(self, config: EngineConfig) -> Policy:
         if self.same_length:
             return SameLength(config.max_batch, config.window(), config.pool_sort)
@@ -49,12 +54,14 @@ class Strategy:
         return FirstCome(config.max_batch) if refills else WholeBatches(config.max_batch)
 
 
-def _paged(tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
+def _paged(
+    tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None
+) -> PagedLayout:
     return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite)
 
 
 def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
-    def make(tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
+    def make(tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
         assert isinstance(tables, RowTables)
         return kind(tables, model.layers, model.dtype, model.device, packs)
 
@@ -62,7 +69,7 @@ def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
 
 
 def _aligned(
-    tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
+    tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
 ) -> Layout:
     """In EQSPEC only the draft skips sequences that are done before their batch is."""
     assert isinstance(tables, RowTables)

@@ -5,18 +5,48 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.folder import new_head
+from faircopy.drafters.heads import Head
+from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine, build_engine
+from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model
 from faircopy.testing import Plain, ScriptedDrafter, cacheless, plain
-from faircopy.types import Request, SamplingParams, Sequence
+from faircopy.types import Logprobs, Request, SamplingParams, Sequence
 
 CPU = torch.device("cpu")
 WIDTHS = (4, 4, 2, 2, 1, 0, 1, 2)  # a k that changes within a run
+
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=12, logprobs=2),
+    "temperature": SamplingParams(max_tokens=12, temperature=0.9, logprobs=0),
+    "top_p": SamplingParams(max_tokens=12, temperature=1.2, top_p=0.7),
+    "top_k": SamplingParams(max_tokens=12, temperature=1.2, top_k=5),
+    "min_p": SamplingParams(max_tokens=12, temperature=1.2, min_p=0.1),
+    "all": SamplingParams(
+        max_tokens=12,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={3: 2.0, 7: -4.0},
+        logprobs=3,
+    ),
+    "penalised": SamplingParams(
+        max_tokens=12, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2, prompt_logprobs=1
+    ),
+}
+HEADS = ("clover", "eagle3")  # one that reads, and one whose guesses need keys of their own
+DRAFTERS = ("none", "ngram", "model", "right", "wrong", "mixed", "tree")
 
 
 def load(folder: str, dtype: torch.dtype = torch.float32, **options: object) -> Model:
@@ -83,15 +113,71 @@ def changing(seq: Sequence) -> int:
 
 
 def engine_of(
-    model: Model, drafter: Drafter | None = None, *, draft: Model | None = None, wish: object = None, **options: object
+    model: Model,
+    drafter: Drafter | None = None,
+    *,
+    draft: Model | Head | None = None,
+    wish: object = None,
+    **options: object,
 ) -> Engine:
     config = EngineConfig(**{"memory": "64MiB", **options})  # type: ignore[arg-type]
     return build_engine(model, drafter, draft=draft, config=config, wish=wish)  # type: ignore[arg-type]
 
 
-def assert_same(seqs: list[Sequence], expected: list[Plain]) -> None:
+def expect(model: Model, prompts: list[list[int]], params: list[SamplingParams]) -> list[Plain]:
+    return references(model, prompts, params, list(range(len(prompts))))
+
+
+def speculate(
+    model: Model, draft: Model, drafter: str, prompts: list[list[int]], params: list[SamplingParams],
+    expected: list[Plain], k: int | None, **options: object,
+) -> Engine:  # fmt: skip
+    """All prompts with one kind of drafter, to the end, compared with plain decoding; k None: it changes."""
+    scripts = {"right": right, "wrong": wrong, "mixed": mixed, "tree": mixed}
+    made: Drafter | None = NgramDrafter(1, 3) if drafter == "ngram" else None
+    if drafter in scripts:
+        made = scripted(prompts, expected, scripts[drafter], model.vocab, wide=drafter == "tree")
+    engine = engine_of(
+        model,
+        made,
+        draft=draft if drafter == "model" else None,
+        wish=changing if k is None else (lambda seq: k),
+        **{"max_batch": 8, **options},
+    )
+    seqs, ragged = run(engine, requests_of(prompts, params, list(range(len(prompts))))), is_ragged(engine)
+    assert_same(seqs, expected, bits=ragged)
+    assert not (ragged and engine.meter.tokens_padded)
+    assert not (ragged and engine.meter.rows_moved) or drafter == "tree"
+    return engine
+
+
+def is_ragged(engine: Engine) -> bool:
+    return isinstance(engine.target.layout, PagedLayout)
+
+
+def assert_same(seqs: list[Sequence], expected: list[Plain], bits: bool = True) -> None:
+    """What plain decoding writes; without bits, log probabilities as near as float32 sums in another order are."""
     for n, (seq, want) in enumerate(zip(seqs, expected, strict=True)):
         assert seq.output == want.tokens, f"request {n}: tokens differ"
         assert seq.finished == want.finish_reason, f"request {n}: finish reason differs"
-        assert seq.logprobs == want.logprobs, f"request {n}: logprobs differ"
-        assert seq.prompt_logprobs == want.prompt_logprobs, f"request {n}: prompt logprobs differ"
+        assert _same(seq.logprobs, want.logprobs, bits), f"request {n}: logprobs differ"
+        assert _same(seq.prompt_logprobs, want.prompt_logprobs, bits), f"request {n}: prompt logprobs differ"
+
+
+def _same(ours: list[Logprobs | None], theirs: list[Logprobs | None], bits: bool) -> bool:
+    if bits or len(ours) != len(theirs):
+        return ours == theirs
+    return all(a is b is None or a == pytest.approx(b, abs=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+def shaken(head: Head, seed: int = 0) -> Head:
+    """Random weights everywhere, so that no part of the network is idle."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return head
+
+
+def head_for(folder: str, model: Model, method: str, **options: object) -> Head:
+    return shaken(new_head(method, folder, model.words(), **options))  # type: ignore[arg-type]

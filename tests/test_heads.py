@@ -29,24 +29,22 @@ from faircopy.model.base import Model, Taps
 from faircopy.model.runner import Runner
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
-from tests.helpers import CPU, assert_same, changing, engine_of, load, random_prompts, references, requests_of, run
+from tests.helpers import (
+    CPU,
+    assert_same,
+    changing,
+    engine_of,
+    head_for,
+    load,
+    random_prompts,
+    references,
+    requests_of,
+    run,
+)
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=1)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9)
 PENALISED = SamplingParams(max_tokens=12, repetition_penalty=1.4, logit_bias={3: 1.5})
-
-
-def shaken(head: Head, seed: int = 0) -> Head:
-    """Random weights everywhere, so that no part of the network is idle."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return head
-
-
-def head_for(folder: str, model: Model, method: str, **options: object) -> Head:
-    return shaken(new_head(method, folder, model.words(), **options))  # type: ignore[arg-type]
 
 
 @cache

@@ -164,19 +164,19 @@ def test_attention_is_right_and_alone_the_same(
         run = (base, len(slots) + 64) if n % 2 == 0 else (0, 0)
         if n % 2:
             slots = slots[::-1].copy()  # scattered
-        lanes.append(Lane(first, np.arange(row, row + count), slots, run))
+        lanes.append(Lane(first, range(row, row + count), slots, run))
         queries.append(torch.randn(count, q_heads, dim, generator=generator))
         row, base = row + count, base + first + count + 64
 
     def run_lanes(chosen: list[int], exact: bool = True) -> list[torch.Tensor]:
         rows = np.cumsum([0] + [len(lanes[n].rows) for n in chosen])
         part = [
-            Lane(lanes[n].first, np.arange(rows[i], rows[i + 1]), lanes[n].slots, lanes[n].run)
+            Lane(lanes[n].first, range(rows[i], rows[i + 1]), lanes[n].slots, lanes[n].run)
             for i, n in enumerate(chosen)
         ]
         plan = plan_attention(part, int(rows[-1]), window, q_heads // kv_heads, trash, CPU, exact)
         q = torch.cat([queries[n] for n in chosen])
-        out = attend(q, pool_k, pool_v, plan, dim**-0.5, softcap, sinks)
+        out = attend(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
         return [out[rows[i] : rows[i + 1]] for i in range(len(chosen))]
 
     together = run_lanes(list(range(len(spans))))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from faircopy import config
 from faircopy.config import EngineConfig
-from faircopy.drafters.base import NoDrafter
+from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
@@ -16,89 +17,31 @@ from faircopy.layout.dense import AlignedLayout, DenseLayout
 from faircopy.model.base import Model
 from faircopy.policy import FirstCome, SameLength, WholeBatches
 from faircopy.strategy import STRATEGIES
-from faircopy.testing import Plain, TableModel
+from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import (
+    HEADS,
+    assert_same,
     changing,
     engine_of,
+    expect,
+    head_for,
     load,
     mixed,
     random_prompts,
-    references,
     requests_of,
-    right,
     run,
     scripted,
-    wrong,
+    speculate,
 )
 
 DENSE = sorted(set(STRATEGIES) - {"ragged"})
-DRAFTERS = ("none", "ngram", "model", "right", "wrong", "mixed", "tree")
 GREEDY = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.3, logprobs=1)
 
 
-def speculate(
-    model: Model, draft: Model, drafter: str, prompts: list[list[int]], expected: list[Plain], k: int | None,
-    params: list[SamplingParams], **options: object,
-) -> Engine:  # fmt: skip
-    """All prompts with one kind of drafter, to the end, compared with plain decoding; k None: it changes."""
-    scripts = {"right": right, "wrong": wrong, "mixed": mixed, "tree": mixed}
-    made: NoDrafter | None = NgramDrafter(1, 3) if drafter == "ngram" else None
-    if drafter in scripts:
-        made = scripted(prompts, expected, scripts[drafter], model.vocab, wide=drafter == "tree")
-    engine = engine_of(
-        model,
-        made,
-        draft=draft if drafter == "model" else None,
-        wish=changing if k is None else (lambda seq: k),
-        **{"max_batch": 4, **options},
-    )
-    assert_same(run(engine, requests_of(prompts, params, list(range(len(prompts))))), expected)
-    return engine
-
-
-def assert_same(seqs: list[Sequence], expected: list[Plain]) -> None:
-    """Tokens are equal; log probabilities are as near as float32 sums in another order are."""
-    for seq, want in zip(seqs, expected, strict=True):
-        assert (seq.output, seq.finished) == (want.tokens, want.finish_reason)
-        ours, theirs = [*seq.logprobs, *seq.prompt_logprobs], [*want.logprobs, *want.prompt_logprobs]
-        assert len(ours) == len(theirs)
-        for got, wanted in zip(ours, theirs, strict=True):
-            assert got is wanted is None or got == pytest.approx(wanted, abs=1e-3)
-
-
-def expect(model: Model, prompts: list[list[int]], params: list[SamplingParams]) -> list[Plain]:
-    return references(model, prompts, params, list(range(len(prompts))))
-
-
 def test_every_name_has_a_strategy() -> None:
     assert tuple(STRATEGIES) == config.STRATEGIES
-
-
-@pytest.mark.parametrize("strategy", DENSE)
-def test_every_drafter_k_and_batch_gives_plain_decoding_on_a_table(strategy: str) -> None:
-    model, draft = TableModel(), TableModel(seed=0)
-    draft._table = draft._table + 0.6 * TableModel(seed=1)._table  # right about half of the time
-    prompts = random_prompts(9, model.vocab, seed=5, longest=12)
-    params = [GREEDY, SAMPLED, GREEDY] * 3
-    expected = expect(model, prompts, params)
-    for drafter in DRAFTERS:
-        for batch in (1, 3, 8):
-            for k in (1, 4, None):
-                speculate(model, draft, drafter, prompts, expected, k, params, max_batch=batch, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", DENSE)
-def test_every_drafter_gives_plain_decoding_on_real_layers(checkpoint: Callable[..., str], strategy: str) -> None:
-    for name in ("llama", "gpt_neox"):
-        model, draft = load(checkpoint(name)), load(checkpoint(name, 1))
-        prompts = random_prompts(6, model.vocab, seed=2)
-        params = [GREEDY, SAMPLED] * 3
-        expected = expect(model, prompts, params)
-        for drafter in DRAFTERS:
-            for k in (3, None) if name == "llama" else (None,):
-                speculate(model, draft, drafter, prompts, expected, k, params, strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_moe"])
@@ -109,54 +52,43 @@ def test_windows_caps_sinks_and_odd_heads_are_honoured(checkpoint: Callable[...,
     expected = expect(model, prompts, params)
     for strategy in DENSE:
         for drafter in ("mixed", "tree"):
-            speculate(model, model, drafter, prompts, expected, 4, params, strategy=strategy)
+            speculate(model, model, drafter, prompts, params, expected, 4, strategy=strategy, max_batch=4)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "refill"),
-    [*((name, None) for name in DENSE), ("ragged", False), ("padded", True), ("realign", True), ("ems", True)],
-)
-def test_joining_leaving_chunks_and_preemption_change_nothing(
-    checkpoint: Callable[..., str], strategy: str, refill: bool | None
-) -> None:
-    """Requests arrive over time into memory too small for them, some are aborted."""
-    model, draft = load(checkpoint("llama")), load(checkpoint("llama", 1))
-    prompts = random_prompts(10, model.vocab, seed=9, longest=60)
-    params = [SamplingParams(max_tokens=24, logprobs=1, prompt_logprobs=0), SAMPLED] * 5
-    expected = expect(model, prompts, params)
-    for drafting in (True, False):
-        engine = engine_of(
-            model,
-            None if drafting else scripted(prompts, expected, mixed, model.vocab),
-            draft=draft if drafting else None,
-            wish=changing,
-            strategy=strategy,
-            refill=refill,
-            max_batch=5,
-            chunk=16,
-            page=8,
-            memory=26 * 8 * (2 + 2 * drafting) * 2 * 2 * 16 * 4,
-        )
-        seqs, victims = [], []
-        for n, request in enumerate(requests_of(prompts, params, list(range(10)))):
-            seqs.append(engine.add(request))
-            if n % 4 == 2:
-                victims.append(engine.add(Request(tuple(prompts[n][::-1]), params[0], 1)))
-            engine.step()
-            if victims and n % 4 == 1:
-                engine.abort(victims.pop())
-            engine.tables.check()
-        while engine.busy:
-            engine.step()
-            engine.tables.check()
-        assert_same(seqs, expected)
-        assert engine.meter.preemptions or strategy == "ragged", "memory was to be too small for a rectangle"
-        assert engine.tables.held() == 0
+@cache
+def with_head(folder: str, method: str) -> tuple[Model, Head, list[list[int]], list[SamplingParams], list[Plain]]:
+    model, params = load(folder), [GREEDY, SAMPLED] * 3
+    prompts = random_prompts(6, model.vocab, seed=2)
+    return model, head_for(folder, model, method), prompts, params, expect(model, prompts, params)
 
 
+@cache
+def guesses(folder: str, method: str, strategy: str, batch: int, k: int | None) -> list[tuple[int, int]]:
+    """How many nodes each request got and kept, its text compared with plain decoding's; k None: it changes."""
+    model, head, prompts, params, expected = with_head(folder, method)
+    wish = changing if k is None else (lambda seq: k)
+    engine = engine_of(model, draft=head, wish=wish, max_batch=batch, chunk=16, strategy=strategy)
+    seqs = run(engine, requests_of(prompts, params, list(range(6))))
+    assert_same(seqs, expected, bits=strategy == "ragged")
+    assert engine.meter.drafted > 0
+    return [(seq.drafted, seq.accepted) for seq in seqs]
+
+
+@pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize("strategy", DENSE)
-def test_a_broken_step_loses_nothing(checkpoint: Callable[..., str], strategy: str) -> None:
-    class Stumbling(NgramDrafter):
+def test_heads_give_plain_decoding_and_the_guesses_of_ragged(
+    checkpoint: Callable[..., str], strategy: str, method: str
+) -> None:
+    """Chains, changing widths and trees, greedy and sampled, chunked prompts, more requests than rows."""
+    for name, batch, k in (("llama", 1, 4), ("llama", 3, None), ("llama", 5, 16), ("gpt_neox", 3, None)):
+        case = checkpoint(name), method
+        assert guesses(*case, strategy, batch, k) == guesses(*case, "ragged", batch, k)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", *HEADS])
+@pytest.mark.parametrize("strategy", DENSE)
+def test_a_broken_step_loses_nothing(checkpoint: Callable[..., str], strategy: str, drafter: str) -> None:
+    class Stumbling(SpyDrafter):
         calls = 0
 
         def propose(self, batch: Batch) -> Draft:
@@ -169,7 +101,9 @@ def test_a_broken_step_loses_nothing(checkpoint: Callable[..., str], strategy: s
     prompts = random_prompts(5, model.vocab, seed=4)
     params = [SamplingParams(max_tokens=12)] * 5
     expected = expect(model, prompts, params)
-    engine = engine_of(model, Stumbling(1, 3), strategy=strategy, max_batch=3)
+    head = head_for(checkpoint("llama"), model, drafter) if drafter in HEADS else None
+    engine = engine_of(model, NgramDrafter(1, 3), draft=head, strategy=strategy, max_batch=3)
+    engine.drafter = Stumbling(engine.drafter)
     seqs = [engine.add(request) for request in requests_of(prompts, params, list(range(5)))]
     stumbles = 0
     while engine.busy:

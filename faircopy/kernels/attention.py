@@ -8,7 +8,9 @@ row's own position are masked to minus infinity, so they add exact zeros.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,12 +18,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-STEP = 32  # keys are rounded up to a multiple of this
-TILE = 8  # queries times heads per key head in a tile; below four rows products take another path
+STEP = 64  # keys are rounded up to a multiple of this,
+LEAST = 128  # and to this: where texts are short, one call for all of them is worth more than fewer keys
+TILE = 8  # queries times heads per key head in a tile, at least; below four rows products take another path
 LONG = 512  # from here on keys are read in place where they lie in one run; below, gathering many at once is faster
-MERGE = 2  # at most this many tiles of one sequence are gathered together with other sequences'
+MERGE = 4  # at most this many tiles of one sequence are gathered together with other sequences'
 
 Ints = NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -29,27 +33,41 @@ class Lane:
     """Consecutive queries of one sequence and the slots of all keys on their path, from position 0 on."""
 
     first: int  # position of the first query
-    rows: Ints  # packed row of each query
+    rows: Seq[int]  # packed row of each query
     slots: Ints  # slot of each position on the path
     run: tuple[int, int] = (0, 0)  # first slot and length, where the sequence's pages lie in one run
 
 
 @dataclass(slots=True)
 class TileGroup:
-    """Tiles of equal shape, run by one call."""
+    """Tiles of equal shape, run by one call. All its places are rows of what the whole plan gathers."""
 
-    queries: Tensor  # [n, R] packed rows; unused places repeat a used one
+    queries: slice  # its places, n * R of them
     mask: Tensor  # [n, 1, R * group, L]
-    keys: Tensor | None  # [n or 1, L] slots to gather, or None:
-    run: tuple[int, int] = (0, 0)  # first slot and number of keys, read in place
+    keys: slice  # its keys, n * L of them, or L if all tiles see the same;
+    run: slice | None  # or where they lie in the pool
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """All tiles of a step, and where each packed row's result is among them."""
+    """All tiles of a step, and where each packed row's result is among them. Made once, used by every layer."""
 
     groups: list[TileGroup]
-    order: Tensor  # [T]
+    group: int  # query heads per key head
+    rows: Tensor  # [P] the packed row at each place; unused places repeat a used one
+    order: Tensor  # [T] the place of each packed row
+    slots: Tensor  # keys to gather, of all groups
+    _lines: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def lines(self, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Rows and order for single heads: [P * H] and [T * H]. At a place, heads that share keys lie apart."""
+        if kv_heads not in self._lines:
+            heads, (there, back) = kv_heads * self.group, _turned(kv_heads, self.group, self.rows.device)
+            self._lines[kv_heads] = (
+                (self.rows[:, None] * heads + there).view(-1),
+                (self.order[:, None] * heads + back).view(-1),
+            )
+        return self._lines[kv_heads]
 
 
 @dataclass(slots=True)
@@ -60,50 +78,61 @@ class _KeySet:
     low: int
     high: int
     height: int  # positions per tile
-    tiles: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)  # the first position of each tile
 
 
 def plan_attention(
     lanes: list[Lane], size: int, window: int, group: int, trash: int, device: torch.device, exact: bool = True
 ) -> AttentionPlan:
     """Cut the lanes of a step into tiles: `size` packed rows, `trash` a slot that is always zero."""
-    order = np.empty(size, np.int64)
-    groups, used = [], 0
-    for sets in _buckets(lanes, window, group, exact):
-        tiles = [(s, tile) for s in sets for tile in s.tiles]
-        queries = np.empty((len(tiles), sets[0].height), np.int64)
-        for n, (s, tile) in enumerate(tiles):
-            rows, at = _tile_rows(s, tile)
-            queries[n] = rows[0]
-            queries[n, at] = rows
-            order[rows] = used + n * s.height + at
-        groups.append(_group(tiles, queries, window, group, trash, device))
-        used += queries.size
-    return AttentionPlan(groups, torch.from_numpy(order).to(device))
+    buckets = _buckets(lanes, window, group, exact)
+    groups, slots, places, keys = [], [_NONE], 0, 0
+    for sets in buckets:
+        count, length = sum(len(s.begins) for s in sets), sets[0].high - sets[0].low
+        run = _in_place(sets[0])
+        read = [_NONE] if run else _gathered(sets, length, trash)
+        queries, many = slice(places, places + count * sets[0].height), sum(map(len, read))
+        mask = torch.from_numpy(_mask(sets, length, window, group)).to(device)
+        groups.append(TileGroup(queries, mask, slice(keys, keys + many), run))
+        slots += read
+        places, keys = queries.stop, keys + many
+    rows, order = _places(buckets, size)
+    parts = [torch.from_numpy(part).to(device) for part in (rows, order, np.concatenate(slots))]
+    return AttentionPlan(groups, group, parts[0], parts[1], parts[2])
 
 
 def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    q: Tensor, pool: Tensor, plan: AttentionPlan, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [T, H, D] against pools [S, Hkv, D] -> [T, H, D], in the pools' type."""
-    heads, kv_heads, dim = q.shape[1], keys.shape[1], keys.shape[2]
-    q = q.to(keys.dtype)
+    """q [T, H, D] against keys and values in a pool [S, 2, Hkv, D] -> [T, H, D], in the pool's type."""
+    kv_heads, dim = pool.shape[2:]
+    rows, order = plan.lines(kv_heads)
+    tiles = q.to(pool.dtype).reshape(-1, dim).index_select(0, rows).view(-1, plan.group, kv_heads, dim)
+    read = pool.index_select(0, plan.slots)
     results = []
     for g in plan.groups:
-        n, height = g.queries.shape
-        tile = q.index_select(0, g.queries.reshape(-1)).view(n, height, kv_heads, -1, dim)
-        tile = tile.permute(0, 2, 1, 3, 4).reshape(n, kv_heads, -1, dim)
-        k, v = _read(keys, g), _read(values, g)
+        n, _, lines, length = g.mask.shape
+        tile = tiles[g.queries].view(n, lines, kv_heads, dim).transpose(1, 2)
+        k, v = _keys_and_values(read, g.keys, n, length) if g.run is None else _keys_and_values(pool, g.run, n, length)
         out = _capped(tile, k, v, g.mask, scale, softcap) if softcap else _flash(tile, k, v, g.mask, scale, sinks)
-        out = out.view(n, kv_heads, height, -1, dim).permute(0, 2, 1, 3, 4)
-        results.append(out.reshape(n * height, heads, dim))
-    return (results[0] if len(results) == 1 else torch.cat(results)).index_select(0, plan.order)
+        results.append(out.transpose(1, 2).reshape(-1, dim))
+    whole = results[0] if len(results) == 1 else torch.cat(results)
+    return whole.index_select(0, order).view(q.shape[0], -1, dim)
+
+
+def _keys_and_values(source: Tensor, rows: slice, n: int, length: int) -> list[Tensor]:
+    """[n, Hkv, L, D] each, views of these rows of [.., 2, Hkv, D]: one operation each, for many layers ask."""
+    _, kv_heads, dim = source.shape[1:]
+    width, each = 2 * kv_heads * dim, length if rows.stop - rows.start > length else 0
+    shape, strides = (n, kv_heads, length, dim), (each * width, dim, width, 1)
+    return [source.as_strided(shape, strides, rows.start * width + half * kv_heads * dim) for half in (0, 1)]
+
+
+@cache
+def _turned(kv_heads: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The head in each line of a place, heads of one group apart, and the line of each head."""
+    heads = torch.arange(kv_heads * group, device=device)
+    return heads.view(kv_heads, group).t().reshape(-1), heads.view(group, kv_heads).t().reshape(-1)
 
 
 def _buckets(lanes: list[Lane], window: int, group: int, exact: bool) -> list[list[_KeySet]]:
@@ -112,7 +141,7 @@ def _buckets(lanes: list[Lane], window: int, group: int, exact: bool) -> list[li
     alone = []
     for lane in lanes:
         for s in _key_sets(lane, window, group) if exact else [_one_tile(lane)]:
-            if s.high - s.low < LONG and len(s.tiles) <= MERGE:
+            if s.high - s.low < LONG and len(s.begins) <= MERGE:
                 together[s.height, s.high - s.low].append(s)
             else:
                 alone.append([s])
@@ -120,73 +149,59 @@ def _buckets(lanes: list[Lane], window: int, group: int, exact: bool) -> list[li
 
 
 def _key_sets(lane: Lane, window: int, group: int) -> list[_KeySet]:
-    height = -(-TILE // group)
+    height = _height(group)
     sets: list[_KeySet] = []
-    for tile in range(lane.first // height, (lane.first + len(lane.rows) - 1) // height + 1):
-        high = _up((tile + 1) * height)
-        low = max(0, tile * height - window + 1) // STEP * STEP if window else 0
+    for begin in range(lane.first // height * height, lane.first + len(lane.rows), height):
+        high = _up(begin + height)
+        low = max(0, begin - window + 1) // STEP * STEP if window else 0
         if not sets or (sets[-1].low, sets[-1].high) != (low, high):
             sets.append(_KeySet(lane, low, high, height))
-        sets[-1].tiles.append(tile)
+        sets[-1].begins.append(begin)
     return sets
 
 
 def _one_tile(lane: Lane) -> _KeySet:
     """Without exactness: all queries of a lane at once, and no more keys than there are."""
-    return _KeySet(lane, 0, lane.first + len(lane.rows), len(lane.rows), [-1])
+    return _KeySet(lane, 0, lane.first + len(lane.rows), len(lane.rows), [lane.first])
 
 
-def _tile_rows(s: _KeySet, tile: int) -> tuple[Ints, Ints]:
-    """The packed rows in a tile and their places in it."""
-    if tile < 0:
-        return s.lane.rows, np.arange(s.height)
-    begin = max(tile * s.height, s.lane.first)
-    end = min((tile + 1) * s.height, s.lane.first + len(s.lane.rows))
-    return s.lane.rows[begin - s.lane.first : end - s.lane.first], np.arange(begin, end) - tile * s.height
+def _places(buckets: list[list[_KeySet]], size: int) -> tuple[Ints, Ints]:
+    """The packed row at each place of all tiles, and the place of each packed row."""
+    rows: list[int] = []
+    order = [0] * size
+    for s in (s for sets in buckets for s in sets):
+        for begin in s.begins:
+            start = begin - s.lane.first
+            mine = s.lane.rows[max(start, 0) : start + s.height]
+            unused = max(-start, 0)
+            for place, row in enumerate(mine, len(rows) + unused):
+                order[row] = place
+            rows += [mine[0]] * unused + [*mine] + [mine[0]] * (s.height - unused - len(mine))
+    return np.array(rows), np.array(order)
 
 
-def _group(
-    tiles: list[tuple[_KeySet, int]], queries: Ints, window: int, group: int, trash: int, device: torch.device
-) -> TileGroup:
-    height, length = queries.shape[1], tiles[0][0].high - tiles[0][0].low
-    begins = np.array([tile * height if tile >= 0 else s.lane.first for s, tile in tiles])
-    lows = np.array([s.low for s, _ in tiles])
-    # [n, height, L]: how far each key lies behind each query
-    behind = (begins[:, None] + np.arange(height))[:, :, None] - (lows[:, None] + np.arange(length))[:, None, :]
-    hidden = behind < 0 if not window else (behind < 0) | (behind >= window)
-    mask = np.where(hidden, np.float32(-np.inf), np.float32(0)).repeat(group, axis=1)[:, None]
-    first = tiles[0][0]
-    start, covered = first.lane.run
-    in_place = length >= LONG and first.high <= covered
-    return TileGroup(
-        torch.from_numpy(queries).to(device),
-        torch.from_numpy(mask).to(device),
-        None if in_place else torch.from_numpy(_gathered(tiles, length, trash)).to(device),
-        (start + first.low, length) if in_place else (0, 0),
-    )
+def _mask(sets: list[_KeySet], length: int, window: int, group: int) -> NDArray[np.float32]:
+    """[n, 1, R * group, L]: minus infinity at keys that lie behind a query, or too far before it."""
+    begins = np.array([begin - s.low for s in sets for begin in s.begins])
+    at = (begins[:, None] + np.arange(sets[0].height).repeat(group))[:, None, :, None]
+    keys = np.arange(length)
+    hidden = keys > at if not window else (keys > at) | (keys <= at - window)
+    return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
 
-def _gathered(tiles: list[tuple[_KeySet, int]], length: int, trash: int) -> Ints:
+def _in_place(s: _KeySet) -> slice | None:
+    start, covered = s.lane.run
+    return slice(start + s.low, start + s.high) if s.high - s.low >= LONG and s.high <= covered else None
+
+
+def _gathered(sets: list[_KeySet], length: int, trash: int) -> list[Ints]:
     """Slots per tile, or once if all tiles see the same keys."""
-    sets = [s for s, _ in tiles]
-    if all(s is sets[0] for s in sets):
-        sets = sets[:1]
-    keys = np.full((len(sets), length), trash, np.int64)
-    for n, s in enumerate(sets):
+    read = []
+    for s in sets:
         slots = s.lane.slots[s.low : s.high]
-        keys[n, : len(slots)] = slots
-    return keys
-
-
-def _read(pool: Tensor, g: TileGroup) -> Tensor:
-    """[n, Hkv, L, D]: a view of the pool, or a gathered copy with the same inner strides."""
-    n = g.queries.shape[0]
-    if g.keys is None:
-        start, length = g.run
-        return pool[start : start + length].permute(1, 0, 2).expand(n, -1, -1, -1)
-    sets, length = g.keys.shape
-    rows = pool.index_select(0, g.keys.reshape(-1)).view(sets, length, *pool.shape[1:])
-    return rows.permute(0, 2, 1, 3).expand(n, -1, -1, -1)
+        missing = [np.full(length - len(slots), trash)] if len(slots) < length else []
+        read += [slots, *missing] * (len(s.begins) if len(sets) > 1 else 1)
+    return read
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
@@ -226,5 +241,11 @@ def _scores_and_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     return (torch.softmax(scores, -1).to(v.dtype) @ v), torch.logsumexp(scores, -1)
 
 
+def _height(group: int) -> int:
+    """Positions per tile. One more where that makes whole fours of rows: 12 cost what 9 do."""
+    height = -(-TILE // group)
+    return height if height * group % 4 == 0 or (height + 1) * group % 4 else height + 1
+
+
 def _up(length: int) -> int:
-    return -(-length // STEP) * STEP
+    return max(LEAST, -(-length // STEP) * STEP)

@@ -43,6 +43,10 @@ class Packed:
         """How many of the rows stand for nothing."""
         return self.size - sum(self.fed) - sum(map(len, self.nodes))
 
+    def unpadded(self, rows: Tensor) -> Tensor:
+        """Of [T, ...] the rows that stand for something: each sequence's tokens, then its nodes, end to end."""
+        return rows
+
 
 class Cache(Protocol):
     """What a model sees of a layout: a place for keys and values, and attention over them."""

@@ -28,11 +28,16 @@ _PAD = -1  # the position of a column that holds nothing
 
 
 class RowTables(Tables):
-    """Counts a rectangle in pages: a row per sequence, all as wide as the widest; no page is shared."""
+    """Counts a rectangle in pages: a row per sequence, all as wide as the widest; no page is shared.
+
+    A draft head has pages of its own beside it (`paged`), as many as the rectangle: no row is shorter than its text, so
+    they suffice.
+    """
 
     def __init__(self, pool: PagePool, page: int) -> None:
         super().__init__(pool, page, reuse=False)
         self.layouts: list[DenseLayout] = []
+        self._beside: Tables | None = None
         self._needs: dict[Sequence, int] = {}
         self._held = 0  # pages every row has
 
@@ -41,8 +46,21 @@ class RowTables(Tables):
         """Tokens that fit."""
         return self.pool.pages * self.page
 
+    def paged(self) -> Tables:
+        """Pages for the same sequences, held and given back with their rows."""
+        self._beside = Tables(PagePool(self.pool.pages), self.page, reuse=False)
+        return self._beside
+
+    def open(self, seq: Sequence) -> int:
+        if self._beside is not None:
+            self._beside.open(seq)
+        return super().open(seq)
+
     def reserve(self, seq: Sequence, length: int) -> bool:
         """Widen all rows to what this one needs; false, and nothing changed, if that is too much."""
+        return self._reserve_row(seq, length) and (self._beside is None or self._beside.reserve(seq, length))
+
+    def _reserve_row(self, seq: Sequence, length: int) -> bool:
         before = self._needs.get(seq, 0)
         self._needs[seq] = max(layout.width_for(seq, length) for layout in self.layouts)
         need = self.pages_for(self._needs[seq])
@@ -55,10 +73,19 @@ class RowTables(Tables):
 
     def trim(self, seq: Sequence, length: int) -> None:
         self._needs[seq] = max(layout.width_for(seq, length) for layout in self.layouts)
+        if self._beside is not None:
+            self._beside.trim(seq, length)
 
     def close(self, seq: Sequence) -> None:
         super().close(seq)
         self._needs.pop(seq, None)
+        if self._beside is not None:
+            self._beside.close(seq)
+
+    def check(self) -> None:
+        super().check()
+        if self._beside is not None:
+            self._beside.check()
 
     def _widen(self) -> bool:
         self._held = self.pages_for(max(self._needs.values(), default=0))
@@ -81,6 +108,9 @@ class DensePacked(Packed):
     real: Tensor | None  # [N] which of the T rows are tokens or nodes; None: all
     grid: Tensor | None  # [rows * queries] the packed row of each place, and
     order: Tensor | None  # [T] the place of each packed row; None: they are the same
+
+    def unpadded(self, rows: Tensor) -> Tensor:
+        return rows if self.real is None else rows.index_select(0, self.real)
 
 
 @dataclass(slots=True)
@@ -170,11 +200,10 @@ class DenseLayout:
         shape, width, kinds = self.layers[layer], v.shape[-1], self._keys[layer].dtype
         keys, values = self._keys[layer], self._values[layer]
         for pool, new in ((keys, k), (values, v)):
-            new = new if packed.real is None else new.index_select(0, packed.real)
-            pool.flatten(0, 1).index_copy_(0, packed.slots, _finite(_widen(new, shape.head_dim).to(kinds)))
+            new = _widen(packed.unpadded(new), shape.head_dim).to(kinds)
+            pool.flatten(0, 1).index_copy_(0, packed.slots, _finite(new))
         if layer == len(self.layers) - 1:
-            finite = torch.isfinite(q.flatten(1).float().sum(-1))
-            self.healthy = finite if packed.real is None else finite[packed.real]
+            self.healthy = packed.unpadded(torch.isfinite(q.flatten(1).float().sum(-1)))
         rows, queries, columns = packed.shape
         grid = _widen(q, shape.head_dim).to(kinds)
         grid = grid if packed.grid is None else grid.index_select(0, packed.grid)
@@ -322,7 +351,7 @@ class DenseLayout:
         packed = accumulate((feed.size for feed in feeds), initial=0)
         starts = packed if self.packs else (feed.row * queries for feed in feeds)
         return [
-            start + _wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live))
+            start + np.array(_wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
             for start, seq, upto, feed in zip(starts, batch.seqs, batch.upto, feeds, strict=False)
         ]
 

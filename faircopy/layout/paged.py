@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
+from faircopy.kernels.attention import LONG, Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -46,8 +46,7 @@ class PagedLayout:
         )  # one page more than the pool knows; nobody's keys: zeros, or what empty seats wrote
         kind = cache_dtype(dtype, device)
         shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
-        self._keys = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
+        self._pools = [_pool(shape, kind, device, self.suite is not None) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
         self._nodes: dict[Sequence, int] = {}  # how many draft nodes lie behind the tokens
@@ -62,9 +61,9 @@ class PagedLayout:
     def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> Packed:
         """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence."""
         ids: list[int] = []
-        positions: list[Ints] = []
+        positions: list[int] = []
         slots: list[Ints] = []
-        wanted: list[Ints] = []
+        wanted: list[int] = []
         lanes: list[Lane] = []
         pages: list[PageLane] = []
         fed: list[int] = []
@@ -74,29 +73,30 @@ class PagedLayout:
             start, upto = self.cached(seq), batch.upto[i]
             first_node = min(done if isinstance(done, int) else done[i], len(draft.tokens[i]))
             live = range(first_node, len(draft.tokens[i])) if batch.complete(i) else range(0)
-            depths = _depths(draft.parents[i])
             end = upto + live.stop
-            where = np.concatenate([np.arange(start, upto), upto - 1 + depths[live.start : live.stop]])
             if self.suite is None:
-                lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, self._slots(seq, end))
+                path = self._slots(seq, end)
+                lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, path)
+                slots += [path[start:upto], path[upto + live.start :]]
             else:
                 pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
-            wanted.append(len(ids) + _wanted(seq, start, upto, batch.complete(i), len(live)))
+                slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
+            before = len(wanted)
+            wanted += (len(ids) + row for row in _wanted(seq, start, upto, batch.complete(i), len(live)))
             ids += seq.tokens[start:upto]
             ids += draft.tokens[i][live.start : live.stop]
-            positions.append(where)
-            slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
+            positions += range(start, upto)
+            positions += _node_positions(draft, i, upto, live)
             fed.append(upto - start)
             nodes.append(live)
-            first = rows[-1].stop if rows else 0
-            rows.append(range(first, first + len(wanted[-1])))
+            rows.append(range(before, len(wanted)))
             self._nodes[seq] = live.stop
         return Packed(
-            torch.tensor(ids, device=self.device),
-            self._tensor(positions),
-            self._tensor(slots),
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            torch.tensor(positions, dtype=torch.int64, device=self.device),
+            torch.from_numpy(np.concatenate(slots)).to(self.device),
             self._plans(lanes, len(ids)) if self.suite is None else self._page_plans(pages, batch),
-            self._tensor(wanted),
+            torch.tensor(wanted, dtype=torch.int64, device=self.device),
             fed,
             nodes,
             rows,
@@ -115,25 +115,26 @@ class PagedLayout:
     ) -> Tensor:
         """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
         shape, width = self.layers[layer], v.shape[-1]
-        keys, values = self.pools(layer)
-        keys.index_copy_(0, packed.slots, _finite(_widen(k, shape.head_dim).to(keys.dtype)))
-        values.index_copy_(0, packed.slots, _finite(_widen(v, shape.head_dim).to(values.dtype)))
+        pool = self._pools[layer]
+        new = torch.stack([_widen(k, shape.head_dim), _widen(v, shape.head_dim)], 1)
+        pool.index_copy_(0, packed.slots, _finite(new.to(pool.dtype)))
         if layer == len(self.layers) - 1:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
         query = _widen(q, shape.head_dim)
         if self.suite is not None:
-            out = self.look(packed, layer, query.to(keys.dtype).contiguous(), scale, softcap, sinks)
+            out = self.look(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
         else:
-            out = attend(query, keys, values, packed.plans[shape.window, shape.group], scale, softcap, sinks)
+            out = attend(query, pool, packed.plans[shape.window, shape.group], scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, D] of a layer."""
-        return self._keys[layer], self._values[layer]
+        keys, values = self._pools[layer].unbind(1)
+        return keys, values
 
     def all_pools(self) -> list[Tensor]:
-        """Keys of all layers, then values."""
-        return [*self._keys, *self._values]
+        """Keys and values of all layers."""
+        return [part for pool in self._pools for part in pool.unbind(1)]
 
     def look(
         self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
@@ -246,17 +247,18 @@ class PagedLayout:
         fed, base = upto - start, upto
         if draft.is_chain(i) or not live:
             count, first = fed + len(live), start if fed else base + live.start
-            return [Lane(first, np.arange(row, row + count), path, self._run(seq))] if count else []
+            run = self._run(seq) if len(path) >= LONG else (0, 0)
+            return [Lane(first, range(row, row + count), path, run)] if count else []
         lanes = []
         if fed:
-            lanes.append(Lane(start, np.arange(row, row + fed), path[:base]))
+            lanes.append(Lane(start, range(row, row + fed), path[:base]))
         done = set(range(live.start))
         for leaf in sorted(set(live) - set(draft.parents[i])):
             nodes = draft.path(i, leaf)
             fresh = [node for node in nodes if node not in done]
             done.update(fresh)
             slots = np.concatenate([path[:base], path[base:][nodes]])
-            rows = np.array([row + fed + node - live.start for node in fresh], np.int64)
+            rows = [row + fed + node - live.start for node in fresh]
             lanes.append(Lane(base + len(nodes) - len(fresh), rows, slots))
         return lanes
 
@@ -272,12 +274,9 @@ class PagedLayout:
             return
         slots = self._slots(seq, base + max(nodes) + 1)
         source, target = (torch.from_numpy(slots[list(side)]).to(self.device) for side in zip(*moves, strict=True))
-        for pool in self.all_pools():
+        for pool in self._pools:
             pool[target] = pool[source]
         self.moved += len(moves)
-
-    def _tensor(self, parts: list[Ints]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
 
 def _suite(device: torch.device) -> Suite | None:
@@ -301,12 +300,27 @@ def _depths(parents: list[int]) -> Ints:
     return depths
 
 
-def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> Ints:
+def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
+    """Behind the tokens, as deep as each node is in its tree."""
+    if not live or draft.is_chain(i):
+        return range(upto + live.start, upto + live.stop)
+    depths: list[int] = (upto - 1 + _depths(draft.parents[i])[live.start : live.stop]).tolist()
+    return depths
+
+
+def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
     """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
     fed = upto - start
     prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
     last = fed - 1 if complete and fed else fed
-    return np.concatenate([np.arange(prompt), np.arange(max(last, prompt), fed + nodes)])
+    return [*range(prompt), *range(max(last, prompt), fed + nodes)]
+
+
+def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, apart: bool) -> Tensor:
+    """[slots, 2, Hkv, D]: keys and values side by side, so that one gather reads both; apart, as kernels want them."""
+    if apart:
+        return torch.zeros(2, *shape, dtype=dtype, device=device).transpose(0, 1)
+    return torch.zeros(shape[0], 2, *shape[1:], dtype=dtype, device=device)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

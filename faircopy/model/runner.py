@@ -18,8 +18,8 @@ class Result:
 
     packed: Packed
     logits: Tensor  # [R, vocab]
-    healthy: Tensor | None = None  # [T] which rows had finite states; None: nobody looked
-    states: dict[int, Tensor] = field(default_factory=dict)  # wanted layer -> [T, hidden], see Taps
+    healthy: Tensor | None = None  # [N] which rows had finite states, padding left out; None: nobody looked
+    states: dict[int, Tensor] = field(default_factory=dict)  # wanted layer -> [N, hidden] of the same rows, see Taps
 
     def of(self, i: int) -> Tensor:
         """The rows of sequence i: asked-for prompt rows, its last token, its nodes."""
@@ -42,4 +42,5 @@ class Runner:
         logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
         self.layout.advance(batch)
         self.tokens_fed += packed.size
-        return Result(packed, logits, self.layout.healthy, taps.states)
+        states = {layer: packed.unpadded(rows) for layer, rows in taps.states.items()}
+        return Result(packed, logits, self.layout.healthy, states)
