@@ -85,6 +85,22 @@ def test_heads_give_plain_decoding_and_the_guesses_of_ragged(
         assert guesses(*case, strategy, batch, k) == guesses(*case, "ragged", batch, k)
 
 
+@pytest.mark.parametrize("strategy", DENSE)
+def test_a_heads_pages_are_no_more_than_the_rectangles(checkpoint: Callable[..., str], strategy: str) -> None:
+    model, head, prompts, params, expected = with_head(checkpoint("llama"), "eagle3")
+    layers = len(model.layers) + len(head.layers)
+    memory = 16 * 8 * layers * 2 * 2 * 16 * 4
+    engine = engine_of(model, draft=head, max_batch=4, page=8, memory=memory, strategy=strategy)
+    pages = engine.layouts[1].tables  # type: ignore[attr-defined]
+    assert pages.pool.pages == engine.tables.pool.pages == 16
+    seqs = [engine.add(request) for request in requests_of(prompts, params, list(range(6)))]
+    while engine.busy:
+        engine.step()
+        assert pages.held() <= engine.tables.held()
+    assert_same(seqs, expected, bits=False)
+    assert engine.meter.preemptions > 0 and pages.held() == 0
+
+
 @pytest.mark.parametrize("drafter", ["ngram", *HEADS])
 @pytest.mark.parametrize("strategy", DENSE)
 def test_a_broken_step_loses_nothing(checkpoint: Callable[..., str], strategy: str, drafter: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 STEP = 64  # keys are rounded up to a multiple of this,
 LEAST = 128  # and to this: where texts are short, one call for all of them is worth more than fewer keys
 TILE = 8  # queries times heads per key head in a tile, at least; below four rows products take another path
-LONG = 512  # from here on keys are read in place where they lie in one run; below, gathering many at once is faster
+LONG = 512  # from here on each sequence has a call of its own; below, gathering the keys of many is faster
 MERGE = 4  # at most this many tiles of one sequence are gathered together with other sequences'
 
 Ints = NDArray[np.int64]
@@ -35,7 +35,7 @@ class Lane:
     first: int  # position of the first query
     rows: Seq[int]  # packed row of each query
     slots: Ints  # slot of each position on the path
-    run: tuple[int, int] = (0, 0)  # first slot and length, where the sequence's pages lie in one run
+    run: tuple[int, int] = (0, 0)  # first slot, and how many can be read from there, if the pages lie in one run
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def plan_attention(
     groups, slots, places, keys = [], [_NONE], 0, 0
     for sets in buckets:
         count, length = sum(len(s.begins) for s in sets), sets[0].high - sets[0].low
-        run = _in_place(sets[0])
+        run = _in_place(sets)
         read = [_NONE] if run else _gathered(sets, length, trash)
         queries, many = slice(places, places + count * sets[0].height), sum(map(len, read))
         mask = torch.from_numpy(_mask(sets, length, window, group)).to(device)
@@ -121,7 +121,7 @@ def attend(
 
 
 def _keys_and_values(source: Tensor, rows: slice, n: int, length: int) -> list[Tensor]:
-    """[n, Hkv, L, D] each, views of these rows of [.., 2, Hkv, D]: one operation each, for many layers ask."""
+    """[n, Hkv, L, D] each: views of these rows of a whole [.., 2, Hkv, D], repeated if there are only L of them."""
     _, kv_heads, dim = source.shape[1:]
     width, each = 2 * kv_heads * dim, length if rows.stop - rows.start > length else 0
     shape, strides = (n, kv_heads, length, dim), (each * width, dim, width, 1)
@@ -189,9 +189,11 @@ def _mask(sets: list[_KeySet], length: int, window: int, group: int) -> NDArray[
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
 
-def _in_place(s: _KeySet) -> slice | None:
-    start, covered = s.lane.run
-    return slice(start + s.low, start + s.high) if s.high - s.low >= LONG and s.high <= covered else None
+def _in_place(sets: list[_KeySet]) -> slice | None:
+    """Where the keys of a call for one sequence lie, if in one run; what follows the sequence's own is masked."""
+    start, readable = sets[0].lane.run
+    alone = len(sets) == 1 and sets[0].high <= readable
+    return slice(start + sets[0].low, start + sets[0].high) if alone else None
 
 
 def _gathered(sets: list[_KeySet], length: int, trash: int) -> list[Ints]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.kernels.attention import LONG, Ints, Lane, attend, plan_attention
+from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -247,8 +247,7 @@ class PagedLayout:
         fed, base = upto - start, upto
         if draft.is_chain(i) or not live:
             count, first = fed + len(live), start if fed else base + live.start
-            run = self._run(seq) if len(path) >= LONG else (0, 0)
-            return [Lane(first, range(row, row + count), path, run)] if count else []
+            return [Lane(first, range(row, row + count), path, self._run(seq))] if count else []
         lanes = []
         if fed:
             lanes.append(Lane(start, range(row, row + fed), path[:base]))
@@ -263,10 +262,10 @@ class PagedLayout:
         return lanes
 
     def _run(self, seq: Sequence) -> tuple[int, int]:
-        """First slot and number of slots, if all pages follow each other."""
+        """First slot and how many there are from it to the pool's end, if all pages follow each other."""
         table, page = self.tables.table(seq), self.tables.page
         rising = all(b - a == 1 for a, b in pairwise(table))
-        return (table[0] * page, len(table) * page) if rising else (0, 0)
+        return (table[0] * page, self.trash + page - table[0] * page) if rising else (0, 0)
 
     def _move(self, seq: Sequence, base: int, nodes: Seq[int]) -> None:
         moves = [(base + node, base + place) for place, node in enumerate(nodes) if node != place]
