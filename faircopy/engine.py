@@ -234,7 +234,7 @@ def build_replay(target: Runner, drafter: Drafter, tables: Tables, config: Engin
     models = [target.model] if not isinstance(drafter, ModelDrafter) else [target.model, drafter.model]
     if not all(isinstance(model, Fused) for model in models) or not isinstance(drafter, Fills):
         return None
-    return Replay(target, drafter, tables, config.max_batch)
+    return Replay(target, drafter, tables, config.max_batch, config.k)
 
 
 def page_count(models: Seq[Model | Head], config: EngineConfig, most: int) -> int:

@@ -438,7 +438,7 @@ def test_trees_in_the_air_change_nothing(checkpoint: Callable[..., str], method:
     prompts = random_prompts(4, model.vocab, seed=5, longest=30)
     params = [SamplingParams(max_tokens=90, ignore_eos=True, temperature=heat) for heat in (0.0, 0.9, 0.0, 0.0)]
     requests = [
-        Request(tuple(p), q, n, k) for n, (p, q, k) in enumerate(zip(prompts, params, (None, None, 2, 0), strict=True))
+        Request(tuple(p), q, n, k) for n, (p, q, k) in enumerate(zip(prompts, params, (None, None, 1, 0), strict=True))
     ]
     plain = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), requests)
     assert all(len(seq.tokens) == 60 for seq in plain)
@@ -450,7 +450,7 @@ def test_trees_in_the_air_change_nothing(checkpoint: Callable[..., str], method:
         seqs = run(engine, requests)
         assert [seq.output for seq in seqs] == [seq.output for seq in plain]
         assert len(launches) > 20 and engine.meter.drafted > 0
-        assert seqs[3].drafted == 0 and all(seq.drafted <= 2 * seq.steps for seq in seqs[2:3])
+        assert seqs[3].drafted == 0 and seqs[2].drafted <= seqs[2].steps
 
 
 def test_accepted_paths_are_moved_into_line() -> None:
@@ -469,3 +469,61 @@ def test_accepted_paths_are_moved_into_line() -> None:
     seqs = run(engine, requests)
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]
     assert engine.target.layout.moved > 0 and engine.meter.accepted > 5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_head_of_shorter_context_only_guesses_worse(
+    checkpoint: Callable[..., str], method: str, graphs: bool
+) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    shape = head_for(folder, own, method).config
+    head = METHODS[method](replace(shape, shape=replace(shape.shape, context=20))).bind(own.words())
+    request = Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True))
+    (plain,) = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), [request])
+    config = EngineConfig(memory="8MiB", k=4, max_batch=2, graphs=graphs)
+    (seq,) = run(build_engine(model, draft=head, config=config, suite=TWINS), [request])
+    assert seq.output == plain.output
+
+
+def test_a_rule_of_ones_own_is_a_chain_in_the_air(checkpoint: Callable[..., str]) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    class Own(Tree):
+        """A chain by another name."""
+
+    folder = checkpoint("llama")
+    model, head = fused(folder), head_for(folder, load(folder), "clover")
+    head.tree = Own  # type: ignore[method-assign, assignment]
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4), suite=TWINS)
+    assert engine.replay is not None
+    land, shapes = engine.replay.land, []
+
+    def watched(flight: Any) -> Any:
+        batch, draft, verdict = land(flight)
+        shapes.extend(tuple(parents) for parents in draft.parents)
+        return batch, draft, verdict
+
+    engine.replay.land = watched  # type: ignore[method-assign]
+    run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True))])
+    assert (-1, 0, 1, 2) in shapes and all(shape == tuple(range(-1, len(shape) - 1)) for shape in shapes)
+
+
+def test_those_without_drafts_leave_no_pages_for_the_head(checkpoint: Callable[..., str]) -> None:
+    """A request that wants no drafts is not read by the head, so nobody may take its pages as read."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, head = fused(folder), head_for(folder, load(folder), "clover")
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4, page=8), suite=TWINS)
+    run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True), 0, 0)])
+    assert not engine.layouts[1]._full  # type: ignore[attr-defined]

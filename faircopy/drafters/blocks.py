@@ -109,7 +109,8 @@ class Rope(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self._tables[0].device != positions.device:
             self._tables = (self._tables[0].to(positions.device), self._tables[1].to(positions.device))
-        return self._tables[0][positions], self._tables[1][positions]
+        at = positions.clamp(max=len(self._tables[0]) - 1)  # behind its context a head only guesses worse
+        return self._tables[0][at], self._tables[1][at]
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

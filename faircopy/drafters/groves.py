@@ -169,7 +169,7 @@ class StaticGrove(Grove):
 
 
 def grove_of(tree: Tree, seats: int, device: torch.device) -> Grove:
-    """The same rule for so many seats, each with the room of this tree."""
+    """The same rule for so many seats, each with the room of this tree; a rule not known here grows chains."""
     common = (seats, tree.room, device)
     if isinstance(tree, Spent):
         return SpentGrove(*common, tree.top_p, tree.floor)

@@ -45,7 +45,7 @@ class Medusa(Head):
         if self.own:
             self.outputs = nn.ModuleList(nn.Linear(hidden, config.vocab, bias=False) for _ in range(config.levels))
         table = options.get("accuracy") or default_accuracy(config.levels)
-        self._shape = best_shape(table, LARGEST)
+        self._shape = best_shape([level[:OFFERED] for level in table], LARGEST)
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         return states

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.drafters.aloft import Aloft
+from faircopy.drafters.groves import grove_of
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.trees import OFFERED, Offer, Tree
 from faircopy.layout.base import Packed
@@ -111,7 +112,8 @@ class HeadDrafter:
     def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """The head has read what there was at launch; states of what came after stay on the device."""
         self._known.pop(seq, None)
-        self._layout.settle(seq, length)
+        if k and seq.request.k != 0:
+            self._layout.settle(seq, length)
 
     def _readable(self, batch: Batch) -> Batch:
         """Sequences with states to read, if they are to guess now or much is waiting."""
@@ -247,8 +249,8 @@ class _States:
 
 
 def _straight(head: Head) -> bool:
-    """Whether its trees are chains."""
-    return type(head.tree(1)) is Tree
+    """Whether its trees are chains, in the air at least."""
+    return grove_of(head.tree(1), 1, torch.device("cpu")).straight
 
 
 def _expanded(trees: list[Tree]) -> Draft:

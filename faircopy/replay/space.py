@@ -66,7 +66,7 @@ class Space:
         """So many rows of every slot, wherever those tensors say; planned for all pages a sequence can have."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, shape.head_dim)
+            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, _widest(layout))
             for shape in layout.layers
         }
         return self.pack(rows, ids, positions, slots, plans)
@@ -76,7 +76,7 @@ class Space:
         paths = self.feed.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, shape.head_dim)
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, _widest(layout))
             for shape in layout.layers
         }
         step_ = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
@@ -133,10 +133,15 @@ def first_rows(space: Space, bale: Bale, layout: PagedLayout, rows: int) -> Pack
     tables = space.slots.control[:, step.PAGES :]
     reach = tables.shape[1] * space.page
     plans = {
-        (shape.window, shape.group): bale.plan(tables, space.page, reach, shape.head_dim) for shape in layout.layers
+        (shape.window, shape.group): bale.plan(tables, space.page, reach, _widest(layout)) for shape in layout.layers
     }
     wanted = torch.arange(rows, device=bale.ids.device)
     return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
+
+
+def _widest(layout: PagedLayout) -> int:
+    """The head size with the shortest, so the most, key blocks: layers share their plans."""
+    return max(shape.head_dim for shape in layout.layers)
 
 
 @runtime_checkable

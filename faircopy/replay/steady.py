@@ -39,15 +39,16 @@ FEW = 64  # rows up to here cost the target about the same: they are not worth c
 class Replay:
     """Owns the slots, the graphs and the host's side of both."""
 
-    def __init__(self, target: Runner, drafter: Fills, tables: Tables, capacity: int, graphs: bool = True) -> None:
+    def __init__(self, target: Runner, drafter: Fills, tables: Tables, capacity: int, most: int) -> None:
+        """For so many sequences of so many nodes each, as memory was counted for; larger drafts stay on the ground."""
         layout = cast(PagedLayout, target.layout)
         assert layout.suite is not None, "graphs are made of kernels"
         self._target, self._layout, self._drafter, self._tables = target, layout, drafter, tables
-        self._suite, self._graphs = layout.suite, graphs and target.model.device.type == "cuda"
+        self._suite, self._graphs = layout.suite, target.model.device.type == "cuda"
         self._context, self._steps = target.model.context, Steps(target, layout, drafter)
         widest = max(shape.group for shape in layout.layers)
         far = max(1, TILE // widest - 1)  # all rows of a chain are one tile
-        self._longest = _most(drafter, far)
+        self._longest = min(most, _most(drafter, far))
         # whether rows are packed; benchmarks that compare set it before the first step
         self.packs = bool(getattr(drafter, "varies", False)) and not isinstance(drafter, Listens)
         self._buckets = [size for size in BUCKETS if size < capacity] + [capacity]

@@ -15,7 +15,7 @@ from faircopy.model.base import Taps
 from faircopy.model.runner import Runner
 from faircopy.replay.space import Fills, Listens, Space, first_rows
 
-ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of packed steps
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))  # packed
 Run = Callable[[], int]  # sends a step off; how many rows the target computes
 
 

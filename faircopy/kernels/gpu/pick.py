@@ -6,6 +6,7 @@ Or offer several: the best few with their log probabilities, for a draft tree to
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -213,11 +214,12 @@ def offer_twin(
     x = torch.where(torch.isfinite(x), x, -torch.inf)
     per = x.shape[0] // keys.shape[0]
     scores, ids = torch.sort(torch.log_softmax(x, -1), dim=-1, descending=True, stable=True)
-    scores, ids = scores[:, :many].clone(), ids[:, :many].clone()
+    spare = max(0, many - x.shape[1])
+    scores, ids = F.pad(scores[:, :many], (0, spare), value=-torch.inf), F.pad(ids[:, :many], (0, spare))
     hot = (temperatures > 0).repeat_interleave(per)
     if bool(hot.any()):
         heat, noise = temperatures.repeat_interleave(per)[hot, None], keys.repeat_interleave(per)[hot, None]
         drawn = (x[hot] / heat + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])).argmax(-1)
         scores[hot], ids[hot, 0] = -torch.inf, drawn
-        scores[hot, 0] = 0.0
+        scores[hot, 0] = torch.where(torch.isfinite(x[hot]).any(-1), 0.0, -torch.inf)
     return ids, torch.where(scores == scores, scores, -torch.inf)
