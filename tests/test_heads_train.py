@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,8 +252,10 @@ def test_the_comparison_of_heads_runs_and_resumes(
     ]  # fmt: skip
     bench.main(arguments)
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
-    kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in ("accuracy", "acceptance", "speed")}
-    assert kinds == {"accuracy": len(bench.VARIANTS), "acceptance": 2 * len(bench.VARIANTS) + 4, "speed": 10}
+    kinds = Counter(row["kind"] for row in rows)
+    trees = 2 * len(bench.VARIANTS) + len(bench.OWN) + len(bench.COMPARED)
+    assert kinds == {"accuracy": len(bench.VARIANTS), "acceptance": trees, "speed": 10, "exact": 18}
+    assert all(row["identical"] == row["of"] for row in rows if row["kind"] == "exact")
     bench.main(arguments)
     assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == len(rows), "nothing is done twice"
     capsys.readouterr()
