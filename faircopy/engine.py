@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from faircopy.config import EngineConfig
@@ -90,7 +91,7 @@ class Engine:
             return []
         if self.replay is not None and self.replay.takes(batch):
             return self._guarded(lambda: self._take_off(batch), batch.seqs)
-        return self._guarded(lambda: self._run(batch), batch.seqs)
+        return self._guarded(lambda: self._run(self._rooms(batch)), batch.seqs)
 
     def _guarded(self, run: Callable[[], list[Output]], seqs: list[Sequence]) -> list[Output]:
         try:
@@ -101,6 +102,12 @@ class Engine:
             raise
         finally:
             self._forget_departed()
+
+    def _rooms(self, batch: Batch) -> Batch:
+        """The step as the host runs it: where captured steps follow, and each guess costs the host a pass, just one."""
+        if self.replay is None or not getattr(self.drafter, "costly", False) or not self.replay.soon(batch):
+            return batch
+        return replace(batch, room=[min(room, 1) for room in batch.room])
 
     def _take_off(self, batch: Batch) -> list[Output]:
         assert self.replay is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -320,3 +321,18 @@ def test_a_draft_model_that_breaks_for_one_node_costs_nothing(pair, plain) -> No
         assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
     finally:
         del pair[1].forward
+
+
+def test_on_the_ground_one_guess_is_enough(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """The host makes one pass of the draft model per step; those who cannot fly still get all their guesses."""
+    for params, passes in ((GREEDY, 1), (SamplingParams(max_tokens=23, logprobs=0), 4)):
+        engine = build(pair, "model", k=4)
+        forward, calls = engine.drafter._runner.forward, []
+
+        def counted(*args, forward=forward, calls=calls, meter=engine.meter, **kwargs):  # type: ignore[no-untyped-def]
+            calls.append(meter.steps)
+            return forward(*args, **kwargs)
+
+        engine.drafter._runner.forward = counted
+        assert finish(engine, ask(engine, params)) == plain[repr(GREEDY)]
+        assert calls and max(Counter(calls).values()) == passes

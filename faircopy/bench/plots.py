@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from faircopy.bench.phases import PHASES
+from faircopy.bench.run import HOST, PADDED
 from faircopy.errors import ConfigError
 
 _COLOURS = {
     "plain": "#777777", "ragged": "#1b7f4b", "ems": "#7fbf7b", "unpad_inputs": "#5ab4d6", "unpad_cache": "#2166ac",
     "padded": "#c23b2e", "realign": "#e08214", "pool": "#8073ac",
 }  # fmt: skip
+_STYLES = {"refilled": ("--", "o"), "whole batches": ("--", "o"), HOST: (":", "s"), PADDED: ("-.", "^")}
 _SHADES = ("#9ecae1", "#3182bd", "#31a354", "#e6550d", "#bdbdbd")
 
 
@@ -23,9 +25,9 @@ def plot_lines(
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
     for name, points in lines.items():
-        style = {"linestyle": "--"} if "," in name else {}
-        width = 2.6 if name == "ragged" else 1.6
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, color=_colour(name), linewidth=width, **style)
+        width, (line, marker) = 2.6 if name == "ragged" else 1.6, _style(name)
+        look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name)}
+        axes.plot(*zip(*points, strict=True), label=name, **look)
     batches = sorted({batch for points in lines.values() for batch, _ in points})
     axes.set(xlabel="batch", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
     axes.minorticks_off()
@@ -59,6 +61,11 @@ def _pyplot() -> Any:
 
 def _colour(name: str) -> str:
     return _COLOURS.get(name.partition(",")[0], "#000000")
+
+
+def _style(name: str) -> tuple[str, str]:
+    """Line and marker, by the last word on how the strategy is run."""
+    return _STYLES.get(name.rpartition(", ")[2], ("-", "o"))
 
 
 def _finish(file: Path, title: str, figure: Any, axes: Any, columns: int = 1) -> None:

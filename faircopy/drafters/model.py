@@ -22,6 +22,8 @@ class ModelDrafter:
     A prompt, a rejection and a full acceptance look the same to it: uncached tokens.
     """
 
+    costly = True  # a pass per guess
+
     def __init__(self, runner: Runner, vocab: int, chunk: int, sampled: bool = False) -> None:
         self._runner, self._vocab, self._chunk = runner, vocab, chunk
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from

@@ -31,6 +31,8 @@ class HeadDrafter:
     reused prefix) are read as zeros.
     """
 
+    costly = True  # a step of the head per level
+
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False, seats: int = 0) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
         self._aloft = Aloft(head, layout, self._rows, seats)

@@ -64,10 +64,15 @@ class Replay:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch is in its steady state: one token to feed each, chains to guess, tokens to choose."""
+        ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
+        return ready and self.soon(batch)
+
+    def soon(self, batch: Batch) -> bool:
+        """Whether this batch will be, once it has been read."""
         return (
             len(batch) <= self._buckets[-1]
             and max(batch.room) <= self._longest
-            and all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
+            and all(_plain(seq) for seq in batch.seqs)
         )
 
     def launch(self, seqs: list[Sequence], widths: list[int], k: int, after: Flight | None = None) -> Flight:
@@ -121,9 +126,8 @@ class Replay:
                 run.warm()
 
     def _steady(self, batch: Batch, i: int) -> bool:
-        seq, params = batch.seqs[i], batch.seqs[i].params
-        plain = not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
-        return plain and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+        seq = batch.seqs[i]
+        return _plain(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
     def _bucket(self, size: int, k: int) -> int:
         """The seats a step runs with."""
@@ -247,6 +251,12 @@ class Replay:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _plain(seq: Sequence) -> bool:
+    """Whether its tokens can be chosen without the host."""
+    params = seq.params
+    return not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
 
 
 def _most(drafter: Fills, far: int) -> int:
