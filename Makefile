@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test coverage lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/faircopy demo
 
 test: $(VENV)/.test lint
+	$(BIN)/python -m pytest --numprocesses 2
+
+coverage: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --cov=faircopy --cov-report=term:skip-covered
 
 lint: $(VENV)/.test

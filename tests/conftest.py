@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not find out by waiting
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two processes on two cores: threads that spin stop the others
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +16,8 @@ from transformers.utils import logging
 
 from tests.zoo import build
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not find out by waiting
-
 logging.disable_progress_bar()
+torch.set_num_threads(1)  # for what is made once per file; before each test see below
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
