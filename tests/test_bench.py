@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,12 +83,17 @@ def test_profiling_leaves_no_trace() -> None:
         assert not {"step", "forward", "propose", "judge", "commit"} & set(vars(part))
 
 
-def test_time_inside_another_phase_counts_there_alone() -> None:
+def test_time_inside_another_phase_counts_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("faircopy.bench.phases.time.perf_counter", lambda: now[0])
     watch = Stopwatch(torch.device("cpu"))
-    inner = watch.timed("realign", lambda: time.sleep(0.02))
-    watch.timed("verify", lambda: (time.sleep(0.01), inner()))()
-    assert 0.02 <= watch.seconds["realign"] < 0.03
-    assert 0.01 <= watch.seconds["verify"] < 0.02
+    inner = watch.timed("realign", lambda: spend(2.0))
+    watch.timed("verify", lambda: (spend(1.0), inner(), spend(0.5)))()
+    assert dict(watch.seconds) == {"realign": 2.0, "verify": 1.5}
 
 
 def test_a_budget_ends_repeats_early_but_not_before_the_first() -> None:

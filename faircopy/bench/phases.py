@@ -12,7 +12,7 @@ import torch
 
 from faircopy.engine import Engine
 
-PHASES = ("draft", "verify", "accept", "realign", "host")
+PHASES = ("draft", "verify", "accept", "realign", "captured", "host")  # captured: all of a replayed step
 
 
 class Stopwatch:
@@ -61,6 +61,7 @@ def profiled(engine: Engine) -> Iterator[Stopwatch]:
         (engine.target.layout, "commit", "accept"),
         (engine.target.layout, "publish", "accept"),
         *((layout, "align", "realign") for layout in engine.layouts if hasattr(layout, "align")),
+        *((engine.replay, name, "captured") for name in ("launch", "land") if engine.replay is not None),
     ]
     for owner, name, phase in places:
         setattr(owner, name, watch.timed(phase, getattr(owner, name)))

@@ -15,7 +15,7 @@ _COLOURS = {
     "padded": "#c23b2e", "realign": "#e08214", "pool": "#8073ac",
 }  # fmt: skip
 _STYLES = {"refilled": ("--", "o"), "whole batches": ("--", "o"), HOST: (":", "s"), PADDED: ("-.", "^")}
-_SHADES = ("#9ecae1", "#3182bd", "#31a354", "#e6550d", "#bdbdbd")
+_SHADES = ("#9ecae1", "#3182bd", "#31a354", "#e6550d", "#756bb1", "#bdbdbd")
 
 
 def plot_lines(
@@ -40,13 +40,14 @@ def plot_lines(
 def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, float]]) -> None:
     """A bar per strategy and batch, cut into phases."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(max(6.4, 0.42 * len(stacks)), 4.2))
+    labels = [f"{name} {batch}" for name, batch in stacks]
+    figure, axes = pyplot.subplots(figsize=(max(6.4, 0.3 * len(stacks)), 3.2 + 0.07 * max(map(len, labels))))
     bottom = [0.0] * len(stacks)
     for phase, shade in zip(PHASES, _SHADES, strict=True):
         heights = [share[phase] for share in stacks.values()]
         axes.bar(range(len(stacks)), heights, bottom=bottom, label=phase, color=shade, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(stacks)), [f"{name} {batch}" for name, batch in stacks], rotation=90, fontsize=7)
+    axes.set_xticks(range(len(stacks)), labels, rotation=90, fontsize=7)
     axes.set(ylabel="share of time", ylim=(0, 1.15))
     _finish(file, title, figure, axes, columns=len(PHASES))
 
