@@ -59,14 +59,33 @@ def run(folder: Path, settings: Settings, die: int | None = None) -> list[dict[s
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_log(folder / "log.jsonl")]
 
 
-def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    settings = Settings(steps=24, log_every=3, checkpoint_every=8, accumulate=2, seed=1)
+@pytest.mark.parametrize("each", [False, True])
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path, each: bool) -> None:
+    settings = Settings(steps=24, log_every=3, checkpoint_every=8, accumulate=2, seed=1, clip_each=each)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = run(whole, settings)
     with pytest.raises(Killed):
         run(broken, settings, die=19)  # three steps after the last checkpoint
     assert run(broken, settings) == expected
     assert expected[-1]["step"] == 24 and expected[-1]["tokens"] == 24 * 2 * 4 * 17
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_gradients_are_cut_together_or_each_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: bool
+) -> None:
+    step, kept = torch.optim.AdamW.step, []
+
+    def watched(self, *args):  # type: ignore[no-untyped-def]
+        kept.extend(p.grad.flatten() for group in self.param_groups for p in group["params"])
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    settings = Settings(steps=1, clip=1e-3, clip_each=each, log_every=1)
+    train(NextToken(fresh(TINY, 3)), Windows(counting(), 16, 4, seed=5), settings, tmp_path / "log.jsonl")
+    gradients = torch.cat(kept)
+    size = gradients.abs().max() if each else gradients.norm()
+    assert float(size) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_training_lowers_the_loss_and_repeats_itself(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from faircopy.bench.phases import PHASES, profiled
 from faircopy.bench.record import origin
 from faircopy.bench.workloads import Workload
 from faircopy.config import EngineConfig
+from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine, build_engine
 from faircopy.errors import ConfigError
@@ -61,7 +62,7 @@ class Bench:
     """The models, and how often everything is run."""
 
     target: Model
-    draft: Model | None = None
+    draft: Model | Head | None = None
     repeats: int = 3
     warmup: int = 1
     profile: bool = True
@@ -164,7 +165,7 @@ def _memory(bench: Bench, case: Case, workload: Workload) -> int:
     return 2 * rows * longest * sum(map(token_bytes, models))
 
 
-def token_bytes(model: Model) -> int:
+def token_bytes(model: Model | Head) -> int:
     """Keys and values of one token."""
     size = cache_dtype(model.dtype, model.device).itemsize
     return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)

@@ -25,7 +25,9 @@ app = typer.Typer(
 def run(
     out: Annotated[Path, typer.Option(help="Append one JSON line per case to this file.")] = Path("bench.jsonl"),
     target: Annotated[str | None, typer.Option(help="Folder or hub id; the bundled pair if left out.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder or hub id of a draft model, for --drafter model.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Folder or hub id of a draft model or head, for --drafter model.")
+    ] = None,
     workload: Annotated[
         str, typer.Option(help="prompts, retold, synthetic, or a file: .txt, or .jsonl as Spec-Bench's.")
     ] = "prompts",
@@ -58,7 +60,7 @@ def run(
     if threads or target is None:
         torch.set_num_threads(threads or 1)
     drafters = drafter or ["model" if draft or target is None else "ngram"]
-    draft = draft or (bundled.draft() if target is None else None)
+    draft = bundled.named(draft) if target is None else draft
     pair = load_pair(target or bundled.target(), draft, dtype=dtype, device=device, exact=exact)
     cases = [
         Case(*choice, refill=refill)
