@@ -49,6 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "draft": ("draft", {}),
     "clover - decoder": ("clover", {"decoder": False}),
+    "clover - decoder, rows as they are": ("clover", {"decoder": "sum"}),
     "clover - decoder - regression": ("clover", {"regress": False}),
     "clover - decoder - regression - block": ("clover", {"regress": False, "augment": False}),
     "clover - block": ("clover", {"augment": False}),

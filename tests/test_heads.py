@@ -527,3 +527,16 @@ def test_those_without_drafts_leave_no_pages_for_the_head(checkpoint: Callable[.
     engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4, page=8), suite=TWINS)
     run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True), 0, 0)])
     assert not engine.layouts[1]._full  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [{"decoder": False}, {"decoder": "sum"}, {"regress": False}, {"augment": False}])
+def test_a_clover_without_some_of_its_parts_is_a_head_too(
+    checkpoint: Callable[..., str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    save_head(head_for(folder, model, "clover", **options), tmp_path)
+    prompts, params, expected = texts_of(folder)
+    engine = engine_of(model, draft=load_head(str(tmp_path), model), k=4, max_batch=3)
+    assert_same(run(engine, requests_of(prompts[:3], params[:3], [0, 1, 2])), expected[:3])
+    assert engine.meter.drafted > 0

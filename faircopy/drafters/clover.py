@@ -7,8 +7,9 @@ Three parts, each of which can be left out (`augment`, `decoder`, `regress`) to 
   score of query and key itself, per head, as a gate on the value.
 
 Where the paper is silent: the block's output goes through a copy of the target's final norm, since all heads share the
-target's output layer, which expects it; the loss is Medusa's with true tokens before; without the decoder the
-connection is a plain sum of the state and a projection of the token.
+target's output layer, which expects it; the loss is Medusa's with true tokens before; without the decoder
+(`decoder=False`) the connection is a plain sum of the state and a projection of the token, with `decoder="sum"` of the
+state and the token's row as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Clover(Head):
         self.augment, self.regress = options.get("augment", True), options.get("regress", True)
         if self.augment:
             self.rope, self.block = Rope(shape), Block(shape)
-        if self.regress:
+        self.sums = options.get("decoder", True) == "sum"
+        if self.regress and not self.sums:
             self.decoder = AttentionDecoder(shape.hidden, shape.heads, shape.eps, options.get("decoder", True))
         self.norm = Norm(shape.hidden, shape.eps)
         self.blocks = nn.ModuleList(Residual(shape.hidden) for _ in range(config.levels))
@@ -67,9 +69,14 @@ class Clover(Head):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
-        state = self.decoder(memory, self.token_rows(tokens)) if self.regress else memory
+        state = self._told(memory, tokens) if self.regress else memory
         out = self.blocks[level](state)
         return Guess(self.speak(out), state, out)
+
+    def _told(self, memory: Tensor, tokens: Tensor) -> Tensor:
+        """What is remembered, told the token."""
+        rows = self.token_rows(tokens)
+        return memory + rows if self.sums else self.decoder(memory, rows)
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """The target's output rows for these tokens, at unit variance."""
