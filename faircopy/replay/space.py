@@ -82,9 +82,18 @@ class Space:
         step_ = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
         return PathRows(self, paths, plans, step_)
 
+    def first_rows(self, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
+        """So many rows of a bale, from the first on; whose they are is known to the device alone."""
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): bale.plan(tables, self.page, reach, _widest(layout)) for shape in layout.layers
+        }
+        wanted = torch.arange(rows, device=bale.ids.device)
+        return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
+
     def places(self, index: Tensor) -> Tensor:
         """Where the keys of these positions [B, n] lie; behind the limit, in the trash."""
-        tables = self.slots.control[:, step.PAGES :]
+        tables, _ = self._tables
         pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
         inside = index < self.slots.control[:, step.LIMIT, None]
         return torch.where(inside, pages * self.page + index % self.page, self.trash)
@@ -126,17 +135,6 @@ class PathRows:
         slots = space.places(base[:, None] + path[..., -1])
         where = torch.minimum(positions, last)
         return space.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
-
-
-def first_rows(space: Space, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
-    """So many rows of a bale, from the first on; whose they are is known to the device alone."""
-    tables = space.slots.control[:, step.PAGES :]
-    reach = tables.shape[1] * space.page
-    plans = {
-        (shape.window, shape.group): bale.plan(tables, space.page, reach, _widest(layout)) for shape in layout.layers
-    }
-    wanted = torch.arange(rows, device=bale.ids.device)
-    return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
 
 
 def _widest(layout: PagedLayout) -> int:

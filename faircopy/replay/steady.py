@@ -63,7 +63,7 @@ class Replay:
         self._turn = 0
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this batch is in its steady state: one token to feed each, chains to guess, tokens to choose."""
+        """Whether this batch is in its steady state: one token to feed each, and nothing that needs the host."""
         ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
         return ready and self.soon(batch)
 

@@ -13,7 +13,7 @@ from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Taps
 from faircopy.model.runner import Runner
-from faircopy.replay.space import Fills, Listens, Space, first_rows
+from faircopy.replay.space import Fills, Listens, Space
 
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))  # packed
 Run = Callable[[], int]  # sends a step off; how many rows the target computes
@@ -74,7 +74,7 @@ class Steps:
 
     def verify(self, space: Space, bale: Bale, rows: int) -> Callable[[], None]:
         """The second half: so many packed rows through the target, and what is accepted."""
-        suite, packed = space.suite, first_rows(space, bale, self._layout, rows)
+        suite, packed = space.suite, space.first_rows(bale, self._layout, rows)
 
         def run() -> None:
             logits = self._target.model.forward(packed, self._layout)
