@@ -39,11 +39,11 @@ class Aloft:
         """After a step: the states of the rows that became text, in its order."""
         joined = torch.cat([states[layer] for layer in self.head.wants], -1).to(self.states.dtype)
         rows = joined.view(space.size, space.k + 1, -1)
-        if space.branches is not None:
-            taken = space.branches.taken[:, : self.states.shape[1]].long()
+        if space.trees is not None:
+            taken = space.trees.taken[:, : self.states.shape[1]].long()
             rows = rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
         self.states[: space.size, : rows.shape[1]] = rows
-        self.read[: space.size] = space.feed.positions[:, 0].long() + 1
+        self.read[: space.size] = space.inputs.positions[:, 0].long() + 1
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
         """Read, then guess level by level."""
@@ -72,7 +72,7 @@ class _Growing:
     def run(self, grove: Grove, memory: Tensor) -> None:
         """From what the head remembers of the last token [B, 1, M] to nodes and parents in the space."""
         space = self._space
-        tokens, rows = space.feed.ids[:, :1].long(), None
+        tokens, rows = space.inputs.ids[:, :1].long(), None
         self._begin()
         grove.plant()
         last = min(self._head.levels, space.k) - 1
@@ -90,9 +90,9 @@ class _Growing:
 
     def _offers(self, grove: Grove, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens of each row, or the one that the request's noise picks."""
-        feed, size = self._space.feed, self._space.size
+        inputs, size = self._space.inputs, self._space.size
         ids, scores = self._space.suite.offer(
-            logits.contiguous(), feed.heat[:, level], feed.keys[:, level], grove.offered, self._head.vocab
+            logits.contiguous(), inputs.temperatures[:, level], inputs.keys[:, level], grove.offered, self._head.vocab
         )
         return ids.view(size, -1, grove.offered), scores.view(size, -1, grove.offered)
 
@@ -116,8 +116,8 @@ class _Growing:
         return self._aloft.rows_of(self._known[level].packed(front.tokens, positions, base, path))
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
-        self._space.feed.ids[:, 1:] = tokens
-        self._space.branches.parents[:, 1:] = parents + 1
+        self._space.inputs.ids[:, 1:] = tokens
+        self._space.trees.parents[:, 1:] = parents + 1
 
 
 class _Straight(_Growing):
@@ -129,11 +129,11 @@ class _Straight(_Growing):
 
     def _rows(self, level: int, front: Front) -> Rows:
         packed = self._deeper[level - 1]
-        self._space.feed.ids[:, level] = front.tokens[:, 0]
+        self._space.inputs.ids[:, level] = front.tokens[:, 0]
         return self._aloft.rows_of(packed)
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
-        self._space.feed.ids[:, 1:] = tokens
+        self._space.inputs.ids[:, 1:] = tokens
 
 
 class _Reading:

@@ -59,7 +59,7 @@ class ModelDrafter:
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
         """The same on the device: the last two tokens first, then node by node."""
-        model, layout, feed = self._runner.model, self._runner.layout, space.feed
+        model, layout, inputs = self._runner.model, self._runner.layout, space.inputs
         passes = [space.catch_up_rows(layout)]
         passes += [space.node_rows(layout, node) for node in range(space.k - 1)]
 
@@ -67,7 +67,11 @@ class ModelDrafter:
             for node, packed in enumerate(passes):
                 logits = model.forward(packed, layout)
                 space.suite.pick(
-                    logits, feed.heat[:, node], feed.keys[:, node], vocab=self._vocab, out=feed.ids[:, node + 1]
+                    logits,
+                    inputs.temperatures[:, node],
+                    inputs.keys[:, node],
+                    vocab=self._vocab,
+                    out=inputs.ids[:, node + 1],
                 )
 
         return fill

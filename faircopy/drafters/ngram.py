@@ -30,7 +30,7 @@ class NgramDrafter(NoDrafter):
         self._indices.pop(seq, None)
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
-        return lambda: space.suite.lookup(space.slots, space.feed, self._lengths[-1], self._lengths[0])
+        return lambda: space.suite.lookup(space.slots, space.inputs, self._lengths[-1], self._lengths[0])
 
     def _lookup(self, seq: Sequence, room: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self._lengths))

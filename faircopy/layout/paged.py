@@ -41,11 +41,11 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self.trash = (
+        self.scratch = (
             tables.pool.pages * tables.page
         )  # one page more than the pool knows; nobody's keys: zeros, or what empty seats wrote
         kind = cache_dtype(dtype, device)
-        shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
+        shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._pools = [_pool(shape, kind, device, self.suite is not None) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
@@ -122,7 +122,7 @@ class PagedLayout:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
         query = _widen(q, shape.head_dim)
         if self.suite is not None:
-            out = self.look(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
+            out = self.attend_cached(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
         else:
             out = attend(query, pool, packed.plans[shape.window, shape.group], scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
@@ -136,7 +136,7 @@ class PagedLayout:
         """Keys and values of all layers."""
         return [part for pool in self._pools for part in pool.unbind(1)]
 
-    def look(
+    def attend_cached(
         self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
         """Attention of q [T, H, D] over what is stored, by the device's kernel."""
@@ -183,7 +183,7 @@ class PagedLayout:
 
     def _plans(self, lanes: list[Lane], size: int) -> dict[tuple[int, int], Any]:
         return {
-            (window, group): plan_attention(lanes, size, window, group, self.trash, self.device, self.exact)
+            (window, group): plan_attention(lanes, size, window, group, self.scratch, self.device, self.exact)
             for window, group in self._kinds
         }
 
@@ -193,7 +193,7 @@ class PagedLayout:
         if not self.layers:  # some draft heads only read
             return {}
         tables = [self.tables.table(seq) for seq in batch.seqs]
-        grid = np.full((len(tables), max(map(len, tables))), self.trash // self.tables.page, np.int32)
+        grid = np.full((len(tables), max(map(len, tables))), self.scratch // self.tables.page, np.int32)
         for row, table in zip(grid, tables, strict=True):
             row[: len(table)] = table
         blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))
@@ -265,7 +265,7 @@ class PagedLayout:
         """First slot and how many there are from it to the pool's end, if all pages follow each other."""
         table, page = self.tables.table(seq), self.tables.page
         rising = all(b - a == 1 for a, b in pairwise(table))
-        return (table[0] * page, self.trash + page - table[0] * page) if rising else (0, 0)
+        return (table[0] * page, self.scratch + page - table[0] * page) if rising else (0, 0)
 
     def _move(self, seq: Sequence, base: int, nodes: Seq[int]) -> None:
         moves = [(base + node, base + place) for place, node in enumerate(nodes) if node != place]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu import step
-from faircopy.kernels.gpu.attention import PATH, PagePlan, aim, block_length, even_plan, tree_plan
-from faircopy.kernels.gpu.packing import Bale
+from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
+from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.suite import Suite
-from faircopy.kernels.gpu.tree import Branches
+from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.types import Sequence
@@ -23,44 +23,44 @@ from faircopy.types import Sequence
 class Space:
     """One graph's world: the slots it advances and everything its passes read."""
 
-    slots: step.Slots
-    feed: step.Feed
-    out: Tensor  # [B, 2 W + 2] what accept reports, or [B, 4 W + 1] what climb does
+    slots: step.BatchSlots
+    inputs: step.StepInputs
+    out: Tensor  # [B, 2 W + 2] what accept reports, or [B, 4 W + 1] what accept_tree does
     suite: Suite
     page: int
-    trash: int
-    branches: Branches | None = None  # where drafts are trees
+    scratch: int
+    trees: TreeNodes | None = None  # where drafts are trees
 
     @property
     def size(self) -> int:
-        return int(self.feed.ids.shape[0])
+        return int(self.inputs.ids.shape[0])
 
     @property
     def k(self) -> int:
-        return int(self.feed.ids.shape[1]) - 1
+        return int(self.inputs.ids.shape[1]) - 1
 
     def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every slot."""
-        feed, width = self.feed, self.k + 1
-        return self.pack_rows(layout, width, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1))
+        inputs, width = self.inputs, self.k + 1
+        return self.pack_rows(layout, width, inputs.ids.view(-1), inputs.positions.view(-1), inputs.slots.view(-1))
 
     def tree_rows(self, rows: PathRows) -> Packed:
         """The same where nodes are trees."""
-        feed = self.feed
-        return self.pack(self.k + 1, feed.ids.view(-1), feed.positions.view(-1), feed.slots.view(-1), rows.plans)
+        inputs = self.inputs
+        return self.pack(self.k + 1, inputs.ids.view(-1), inputs.positions.view(-1), inputs.slots.view(-1), rows.plans)
 
     def catch_up_rows(self, layout: PagedLayout) -> Packed:
         """The last two tokens of every slot: what a draft model may not have read yet. Logits of the second."""
-        ids, positions, slots = (line.view(-1) for line in self.feed.before)
+        ids, positions, slots = (line.view(-1) for line in self.inputs.before)
         packed = self.pack_rows(layout, 2, ids, positions, slots)
         object.__setattr__(packed, "wanted", torch.arange(1, 2 * self.size, 2, device=ids.device))
         return packed
 
     def node_rows(self, layout: PagedLayout, node: int) -> Packed:
         """One node of every slot."""
-        feed = self.feed
-        positions, slots = feed.columns[0, node + 1], feed.columns[1, node + 1]
-        return self.pack_rows(layout, 1, feed.ids[:, node + 1], positions, slots)
+        inputs = self.inputs
+        positions, slots = inputs.columns[0, node + 1], inputs.columns[1, node + 1]
+        return self.pack_rows(layout, 1, inputs.ids[:, node + 1], positions, slots)
 
     def pack_rows(self, layout: PagedLayout, rows: int, ids: Tensor, positions: Tensor, slots: Tensor) -> Packed:
         """So many rows of every slot, wherever those tensors say; planned for all pages a sequence can have."""
@@ -73,7 +73,7 @@ class Space:
 
     def path_rows(self, layout: PagedLayout, rows: int, paths: Tensor | None = None) -> PathRows:
         """So many rows of every slot behind the text, each with a path of its own [B, R, PATH]."""
-        paths = self.feed.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
+        paths = self.inputs.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
         plans = {
             (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, _widest(layout))
@@ -82,21 +82,24 @@ class Space:
         step_ = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
         return PathRows(self, paths, plans, step_)
 
-    def first_rows(self, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
-        """So many rows of a bale, from the first on; whose they are is known to the device alone."""
+    def first_rows(self, packed_rows: PackedRows, layout: PagedLayout, rows: int) -> Packed:
+        """So many rows of the packed rows, from the first on; whose they are is known to the device alone."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): bale.plan(tables, self.page, reach, _widest(layout)) for shape in layout.layers
+            (shape.window, shape.group): packed_rows.plan(tables, self.page, reach, _widest(layout))
+            for shape in layout.layers
         }
-        wanted = torch.arange(rows, device=bale.ids.device)
-        return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
+        wanted = torch.arange(rows, device=packed_rows.ids.device)
+        return Packed(
+            packed_rows.ids[:rows], packed_rows.positions[:rows], packed_rows.slots[:rows], plans, wanted, [], [], []
+        )
 
     def places(self, index: Tensor) -> Tensor:
-        """Where the keys of these positions [B, n] lie; behind the limit, in the trash."""
+        """Where the keys of these positions [B, n] lie; behind the limit, in the scratch."""
         tables, _ = self._tables
         pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
         inside = index < self.slots.control[:, step.LIMIT, None]
-        return torch.where(inside, pages * self.page + index % self.page, self.trash)
+        return torch.where(inside, pages * self.page + index % self.page, self.scratch)
 
     @property
     def _tables(self) -> tuple[Tensor, int]:
@@ -119,19 +122,19 @@ class PathRows:
     plans: dict[tuple[int, int], PagePlan]
     step: int  # keys per block of whichever layer has most
 
-    def aim(self, base: Tensor) -> None:
+    def set_base(self, base: Tensor) -> None:
         """Texts end at base [B] int32 now."""
         for plan in self.plans.values():
-            aim(plan, base, self.step)
+            set_base(plan, base, self.step)
 
     def packed(self, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
         """Rows [B, R] that see path [B, R, n] counted from base; the last place on it is their own.
 
-        What lies behind the limit counts for nothing: it is written to the trash and looked for nowhere.
+        What lies behind the limit counts for nothing: it is written to the scratch and looked for nowhere.
         """
         space, last = self.space, self.space.slots.control[:, step.LIMIT, None].long() - 1
         self.paths[..., : path.shape[-1]] = torch.minimum(path, (last - base[:, None])[..., None])
-        self.aim(base.int())
+        self.set_base(base.int())
         slots = space.places(base[:, None] + path[..., -1])
         where = torch.minimum(positions, last)
         return space.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
@@ -150,7 +153,7 @@ class Fills(Protocol):
     """
 
     def plan_fill(self, space: Space) -> Callable[[], None]:
-        """Everything that depends on shapes; the result fills space.feed's nodes and is captured."""
+        """Everything that depends on shapes; the result fills space.inputs's nodes and is captured."""
 
     def ready(self, seq: Sequence) -> bool:
         """Whether it has read all but the last two tokens."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH
-from faircopy.kernels.gpu.packing import Bale
-from faircopy.kernels.gpu.tree import Branches
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.tables import Tables
 from faircopy.model.runner import Runner
@@ -63,7 +63,7 @@ class Replay:
         self._turn = 0
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this batch is in its steady state: one token to feed each, and nothing that needs the host."""
+        """Whether this batch is in its steady state: one token to inputs each, and nothing that needs the host."""
         ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
         return ready and self.soon(batch)
 
@@ -104,7 +104,7 @@ class Replay:
         for seq, seat in flight.seats.items():
             if seq.finished is not None:
                 continue
-            told = Told.of(reports[seat], k + 1, flight.space.branches is not None)
+            told = Told.of(reports[seat], k + 1, flight.space.trees is not None)
             length, accepted = len(seq.tokens), len(told.path)
             self._layout.settle(seq, length + accepted)
             self._layout.moved += told.moved
@@ -133,13 +133,13 @@ class Replay:
         """The seats a step runs with."""
         return roomy(size, self._buckets, [known for known, width in self._spaces if width == k])
 
-    def _make_slots(self, capacity: int) -> step.Slots:
+    def _make_slots(self, capacity: int) -> step.BatchSlots:
         device = self._target.model.device
         columns = step.PAGES + self._tables.pages_for(self._context)
         control = torch.zeros(capacity, columns, dtype=torch.int32, device=device)
         lengths = torch.ones(capacity, dtype=torch.int32, device=device)
         history = torch.zeros(capacity, self._context + 128, dtype=torch.int32, device=device)
-        return step.Slots(control, lengths, history)
+        return step.BatchSlots(control, lengths, history)
 
     def _space(self, size: int, k: int) -> tuple[Space, Run]:
         if (size, k) not in self._spaces:
@@ -148,15 +148,15 @@ class Replay:
 
     def _make_space(self, size: int, k: int) -> tuple[Space, Run]:
         device, page = self._target.model.device, self._tables.page
-        feed, drafter = step.Feed.empty(size, k + 1, device), self._drafter
+        inputs, drafter = step.StepInputs.empty(size, k + 1, device), self._drafter
         deepest = drafter.levels(k) if isinstance(drafter, Listens) and k else 0
-        branches = Branches.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
+        trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
         out = torch.zeros(size, 4 * k + 5 if deepest else 2 * k + 4, dtype=torch.int32, device=device)
-        space = Space(self._slots.part(size), feed, out, self._suite, page, self._layout.trash, branches)
+        space = Space(self._slots.part(size), inputs, out, self._suite, page, self._layout.scratch, trees)
         if self.packs and size * (k + 1) > FEW:
             return space, self._halves(space)
-        if branches is not None and isinstance(drafter, Listens):
-            run = self._steps.tree(space, branches, drafter)
+        if trees is not None and isinstance(drafter, Listens):
+            run = self._steps.tree(space, trees, drafter)
         else:
             run = self._steps.whole(space)
         self._rehearse(space, run)
@@ -164,17 +164,17 @@ class Replay:
 
     def _halves(self, space: Space) -> Halves:
         """A step in two graphs; the second is made for each number of rows when it is first needed."""
-        bale = Bale.empty(space.size, space.k + 1, space.out.device)
-        draft = self._steps.draft(space, bale)
+        packed_rows = PackedRows.empty(space.size, space.k + 1, space.out.device)
+        draft = self._steps.draft(space, packed_rows)
         self._rehearse(space, draft)
         first = self._captured(draft)
 
         def make(rows: int) -> Callable[[], None]:
-            verify = self._steps.verify(space, bale, rows)
+            verify = self._steps.verify(space, packed_rows, rows)
             self._rehearse(space, draft, verify)
             return self._captured(verify)
 
-        return Halves(first, lambda: self._read(bale.total), make, bale.ids.shape[0])
+        return Halves(first, lambda: self._read(packed_rows.total), make, packed_rows.ids.shape[0])
 
     def _read(self, total: Tensor) -> int:
         """A number of the device's, as soon as all that was sent off before has run."""
@@ -185,7 +185,7 @@ class Replay:
         return int(self._total)
 
     def _rehearse(self, space: Space, *parts: Callable[[], None]) -> None:
-        """Run once on empty seats, which write to the trash; those who fly meanwhile find their state as it was."""
+        """Run once on empty seats, which write to the scratch; those who fly meanwhile find their state as it was."""
         state = [space.slots.control, space.slots.lengths, space.slots.history]
         state += self._drafter.kept if isinstance(self._drafter, Listens) else []
         saved = [tensor.clone() for tensor in state]
@@ -206,14 +206,14 @@ class Replay:
         return graph.replay
 
     def _write_control(self, space: Space, seats: dict[Sequence, int], widths: list[int], fresh: bool) -> None:
-        """Who sits where, and how far each may go; an empty seat feeds one token into the trash, for ever."""
+        """Who sits where, and how far each may go; an empty seat feeds one token into the scratch, for ever."""
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
         control = self._controls[self._turn]
         table = control.numpy()[: space.size]
         table[:, : step.PAGES] = (1, 1, 1, 0, 0, 0, 0)
-        table[:, step.PAGES :] = space.trash // space.page
+        table[:, step.PAGES :] = space.scratch // space.page
         for (seq, seat), width in zip(seats.items(), widths, strict=True):
             self._write_seat(table[seat], seq, width, fresh)
         space.slots.control.copy_(control[: space.size], non_blocking=True)
@@ -221,9 +221,9 @@ class Replay:
 
     def _write_seat(self, row: Any, seq: Sequence, width: int, fresh: bool) -> None:
         seed = rng.mix(seq.seed)
-        heat = np.float32(seq.params.temperature).view(np.int32)
+        temperature = np.float32(seq.params.temperature).view(np.int32)
         low, high = (np.uint32(part).astype(np.int32) for part in (seed & 0xFFFFFFFF, seed >> 32))
-        row[: step.PAGES] = (fresh, len(seq.tokens), seq.limit, width, heat, low, high)
+        row[: step.PAGES] = (fresh, len(seq.tokens), seq.limit, width, temperature, low, high)
         pages = self._tables.table(seq)
         row[step.PAGES : step.PAGES + len(pages)] = pages
 

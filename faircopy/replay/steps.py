@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu.packing import Bale
-from faircopy.kernels.gpu.tree import Branches
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Taps
@@ -27,59 +27,59 @@ class Steps:
 
     def whole(self, space: Space) -> Callable[[], None]:
         """One whole step as a function of no arguments."""
-        suite, feed, slots = space.suite, space.feed, space.slots
+        suite, inputs, slots = space.suite, space.inputs, space.slots
         packed = space.verify_rows(self._layout)
         fill = self._drafter.plan_fill(space) if space.k else lambda: None
 
         def run() -> None:
-            suite.prepare(slots, feed, space.page, space.trash)
+            suite.prepare(slots, inputs, space.page, space.scratch)
             fill()
             logits, states = self._listen(packed)
-            chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            suite.accept(slots, feed, chosen, space.out)
+            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            suite.accept(slots, inputs, chosen, space.out)
             if isinstance(self._drafter, Listens):
                 self._drafter.keep(space, states)
 
         return torch.no_grad()(run)
 
-    def tree(self, space: Space, trees: Branches, drafter: Listens) -> Callable[[], None]:
+    def tree(self, space: Space, trees: TreeNodes, drafter: Listens) -> Callable[[], None]:
         """The same with a tree per seat: grown, verified, judged, and its accepted path moved into line."""
-        suite, feed, slots = space.suite, space.feed, space.slots
+        suite, inputs, slots = space.suite, space.inputs, space.slots
         rows = space.path_rows(self._layout, space.k + 1, trees.paths)
         packed, fill = space.tree_rows(rows), self._drafter.plan_fill(space)
 
         def run() -> None:
-            suite.prepare(slots, feed, space.page, space.trash)
+            suite.prepare(slots, inputs, space.page, space.scratch)
             fill()
-            suite.graft(slots, feed, trees)
-            rows.aim(trees.base)
+            suite.place_nodes(slots, inputs, trees)
+            rows.set_base(trees.base)
             logits, states = self._listen(packed)
-            chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            suite.climb(slots, feed, trees, chosen, space.out)
+            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            suite.accept_tree(slots, inputs, trees, chosen, space.out)
             suite.compact(slots, trees, space.out, space.page)
             drafter.keep(space, states)
 
         return torch.no_grad()(run)
 
-    def draft(self, space: Space, bale: Bale) -> Callable[[], None]:
+    def draft(self, space: Space, packed_rows: PackedRows) -> Callable[[], None]:
         """The first half of a step: find nodes and pack them."""
         suite, fill = space.suite, self._drafter.plan_fill(space)
 
         def run() -> None:
-            suite.prepare(space.slots, space.feed, space.page, space.trash)
+            suite.prepare(space.slots, space.inputs, space.page, space.scratch)
             fill()
-            suite.pack(space.slots, space.feed, bale, space.trash)
+            suite.pack(space.slots, space.inputs, packed_rows, space.scratch)
 
         return torch.no_grad()(run)
 
-    def verify(self, space: Space, bale: Bale, rows: int) -> Callable[[], None]:
+    def verify(self, space: Space, packed_rows: PackedRows, rows: int) -> Callable[[], None]:
         """The second half: so many packed rows through the target, and what is accepted."""
-        suite, packed = space.suite, space.first_rows(bale, self._layout, rows)
+        suite, packed = space.suite, space.first_rows(packed_rows, self._layout, rows)
 
         def run() -> None:
             logits = self._target.model.forward(packed, self._layout)
-            chosen = suite.pick(logits, bale.heat[:rows], bale.keys[:rows], strict=True)
-            suite.accept(space.slots, space.feed, chosen, space.out, bale.starts)
+            chosen = suite.pick(logits, packed_rows.temperatures[:rows], packed_rows.keys[:rows], strict=True)
+            suite.accept(space.slots, space.inputs, chosen, space.out, packed_rows.starts)
 
         return torch.no_grad()(run)
 

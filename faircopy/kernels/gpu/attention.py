@@ -117,7 +117,7 @@ def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int
     return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
 
 
-def aim(plan: PagePlan, base: Tensor, step: int) -> None:
+def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
     """Let a tree's plan know that nodes begin at base [B]; blocks of `step` keys before that are shared."""
     assert plan.tails is not None and plan.tails.bases is not None, "only trees are aimed"
     block, size = (base // step)[:, None], base.shape[0]

@@ -14,24 +14,24 @@ from torch import Tensor
 
 from faircopy.kernels.gpu.attention import END, END_, PagePlan, block_length
 from faircopy.kernels.gpu.launch import begin, options, power
-from faircopy.kernels.gpu.step import LIMIT, WIDTH, Feed, Slots
+from faircopy.kernels.gpu.step import LIMIT, WIDTH, BatchSlots, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Bale:
-    """The rows of a feed, seat by seat: the last token and its nodes, without gaps; behind them rows for nobody."""
+class PackedRows:
+    """The rows of a step, seat by seat: the last token and its nodes, without gaps; behind them rows for nobody."""
 
     ids: Tensor  # [B W] int32
     positions: Tensor  # [B W] int32
     slots: Tensor  # [B W] int64
     keys: Tensor  # [B W] int64
-    heat: Tensor  # [B W] float32
+    temperatures: Tensor  # [B W] float32
     starts: Tensor  # [B + 1] int32: the first row of each seat, then how many there are in all
     rows: Tensor  # [B, W] int32: the row of each query; -1: none
     ranges: Tensor  # [B, 2] int32: key blocks that a seat's queries look at, all or none
 
     @classmethod
-    def empty(cls, size: int, width: int, device: torch.device) -> Bale:
+    def empty(cls, size: int, width: int, device: torch.device) -> PackedRows:
         def table(kind: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
@@ -53,8 +53,8 @@ class Bale:
 
 @triton.jit(do_not_specialize=["size"])
 def _pack(
-    control, lengths, ids, positions, slots, keys, heat,
-    to_ids, to_positions, to_slots, to_keys, to_heat, starts, rows, ranges, columns, trash, size,
+    control, lengths, ids, positions, slots, keys, temperatures,
+    to_ids, to_positions, to_slots, to_keys, to_temperatures, starts, rows, ranges, columns, scratch, size,
     SP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program b counts everybody's rows and moves its own; those it does not need go behind everybody's."""
@@ -84,36 +84,43 @@ def _pack(
     source = b * W + at
     tl.store(to_ids + place, tl.load(ids + source, mask=real, other=0), mask=inside)
     tl.store(to_positions + place, tl.load(positions + source, mask=real, other=0), mask=inside)
-    tl.store(to_slots + place, tl.where(live, tl.load(slots + source, mask=real, other=0), trash), mask=inside)
+    tl.store(to_slots + place, tl.where(live, tl.load(slots + source, mask=real, other=0), scratch), mask=inside)
     tl.store(to_keys + place, tl.load(keys + source, mask=real, other=0), mask=inside)
-    tl.store(to_heat + place, tl.load(heat + source, mask=real, other=0.0), mask=inside)
+    tl.store(to_temperatures + place, tl.load(temperatures + source, mask=real, other=0.0), mask=inside)
 
 
-def pack(slots: Slots, feed: Feed, bale: Bale, trash: int) -> None:
-    """Move the rows that count to the front of the bale; a node counts before the first -1 and within its room."""
-    size, width = feed.ids.shape
+def pack(batch: BatchSlots, inputs: StepInputs, packed_rows: PackedRows, scratch: int) -> None:
+    """Move the rows that count to the front; a node counts before the first -1 and within its room."""
+    size, width = inputs.ids.shape
     _pack[(size,)](
-        slots.control, slots.lengths, feed.ids, feed.positions, feed.slots, feed.keys, feed.heat,
-        bale.ids, bale.positions, bale.slots, bale.keys, bale.heat, bale.starts, bale.rows, bale.ranges,
-        slots.control.stride(0), trash, size,
-        SP=power(size, 2), W=width, WP=power(width, 2), num_warps=4, **options(feed.ids.device),
+        batch.control, batch.lengths, inputs.ids, inputs.positions, inputs.slots, inputs.keys, inputs.temperatures,
+        packed_rows.ids, packed_rows.positions, packed_rows.slots, packed_rows.keys, packed_rows.temperatures,
+        packed_rows.starts, packed_rows.rows, packed_rows.ranges,
+        batch.control.stride(0), scratch, size,
+        SP=power(size, 2), W=width, WP=power(width, 2), num_warps=4, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def pack_twin(slots: Slots, feed: Feed, bale: Bale, trash: int) -> None:
-    for whole in (bale.ids, bale.positions, bale.keys, bale.heat, bale.ranges):
+def pack_twin(batch: BatchSlots, inputs: StepInputs, packed_rows: PackedRows, scratch: int) -> None:
+    for whole in (
+        packed_rows.ids,
+        packed_rows.positions,
+        packed_rows.keys,
+        packed_rows.temperatures,
+        packed_rows.ranges,
+    ):
         whole.zero_()
-    bale.slots.fill_(trash)
-    bale.rows.fill_(-1)
-    bale.starts[0] = start = 0
-    for b, row in enumerate(slots.control.tolist()):
-        count = _count_twin(row, int(slots.lengths[b]), feed.ids[b, 1:].tolist())
+    packed_rows.slots.fill_(scratch)
+    packed_rows.rows.fill_(-1)
+    packed_rows.starts[0] = start = 0
+    for b, row in enumerate(batch.control.tolist()):
+        count = _count_twin(row, int(batch.lengths[b]), inputs.ids[b, 1:].tolist())
         stop = start + count
-        for name in ("ids", "positions", "slots", "keys", "heat"):
-            getattr(bale, name)[start:stop] = getattr(feed, name)[b, :count]
-        bale.rows[b, :count] = torch.arange(start, stop)
-        bale.ranges[b, 1] = END if count else 0
-        bale.starts[b + 1] = start = stop
+        for name in ("ids", "positions", "slots", "keys", "temperatures"):
+            getattr(packed_rows, name)[start:stop] = getattr(inputs, name)[b, :count]
+        packed_rows.rows[b, :count] = torch.arange(start, stop)
+        packed_rows.ranges[b, 1] = END if count else 0
+        packed_rows.starts[b + 1] = start = stop
 
 
 def _count_twin(row: list[int], n: int, nodes: list[int]) -> int:
@@ -123,4 +130,4 @@ def _count_twin(row: list[int], n: int, nodes: list[int]) -> int:
     return 1 + found if n < row[LIMIT] else 0
 
 
-__all__ = ["Bale", "pack", "pack_twin"]
+__all__ = ["PackedRows", "pack", "pack_twin"]

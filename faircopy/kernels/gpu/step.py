@@ -19,35 +19,35 @@ from faircopy.kernels.gpu.launch import begin, options, power
 from faircopy.kernels.gpu.pick import mix
 
 # Columns of the control table; the page table follows.
-FRESH, LENGTH, LIMIT, WIDTH, HEAT, SEED_LOW, SEED_HIGH, PAGES = range(8)
+FRESH, LENGTH, LIMIT, WIDTH, TEMPERATURE, SEED_LOW, SEED_HIGH, PAGES = range(8)
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class BatchSlots:
     """The state of a batch in the air, one row per slot."""
 
     control: Tensor  # [B, PAGES + pages] int32, written by the host
     lengths: Tensor  # [B] int32
     history: Tensor  # [B, context + spare] int32
 
-    def part(self, size: int) -> Slots:
-        return Slots(self.control[:size], self.lengths[:size], self.history[:size])
+    def part(self, size: int) -> BatchSlots:
+        return BatchSlots(self.control[:size], self.lengths[:size], self.history[:size])
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class StepInputs:
     """What a step's passes read: rows of W = k + 1 columns, the last token and its nodes."""
 
     ids: Tensor  # [B, W] int32; the drafter fills the nodes
     positions: Tensor  # [B, W] int32
     slots: Tensor  # [B, W] int64
     keys: Tensor  # [B, W] int64, for the token after each place
-    heat: Tensor  # [B, W] float32: temperatures
+    temperatures: Tensor  # [B, W] float32
     before: Tensor  # [3, B, 2] int64: ids, positions, slots of the last two tokens, for a draft model to catch up
     columns: Tensor  # [2, W, B] int64: positions and slots once more, column by column
 
     @classmethod
-    def empty(cls, size: int, width: int, device: torch.device) -> Feed:
+    def empty(cls, size: int, width: int, device: torch.device) -> StepInputs:
         def table(kind: torch.dtype) -> Tensor:
             return torch.zeros(size, width, dtype=kind, device=device)
 
@@ -58,16 +58,16 @@ class Feed:
 
 
 @triton.jit
-def _slot(table, position, limit, inside, trash, PAGE: tl.constexpr):
-    """Where a position's keys lie; beyond the limit, or before the beginning, in the trash."""
+def _slot(table, position, limit, inside, scratch, PAGE: tl.constexpr):
+    """Where a position's keys lie; beyond the limit, or before the beginning, in the scratch."""
     real = inside & (position >= 0) & (position < limit)
     page = tl.load(table + position // PAGE, mask=real, other=0).to(tl.int64)
-    return tl.where(real, page * PAGE + position % PAGE, trash)
+    return tl.where(real, page * PAGE + position % PAGE, scratch)
 
 
 @triton.jit(do_not_specialize=["size"])
 def _prepare(
-    control, lengths, history, ids, positions, slots, keys, heat, before, lanes, columns, reach, trash, size,
+    control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, columns, reach, scratch, size,
     W: tl.constexpr, WP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -76,7 +76,7 @@ def _prepare(
     n = tl.where(tl.load(line) != 0, tl.load(line + 1), tl.load(lengths + b))
     tl.store(lengths + b, n)
     limit = tl.load(line + 2)
-    heated = tl.load(line + 4).to(tl.float32, bitcast=True)
+    temperature = tl.load(line + 4).to(tl.float32, bitcast=True)
     low, high = tl.load(line + 5).to(tl.uint32, bitcast=True), tl.load(line + 6).to(tl.uint32, bitcast=True)
     seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     at = tl.arange(0, WP)
@@ -84,20 +84,20 @@ def _prepare(
     position = n - 1 + at
     seen = tl.minimum(position, limit - 1)  # nodes beyond count for nothing, and have no pages to look into
     tl.store(positions + b * W + at, seen, mask=inside)
-    slot = _slot(line + 7, position, limit, inside, trash, PAGE)
+    slot = _slot(line + 7, position, limit, inside, scratch, PAGE)
     tl.store(slots + b * W + at, slot, mask=inside)
     tl.store(lanes + at * size + b, seen.to(tl.int64), mask=inside)
     tl.store(lanes + (W + at) * size + b, slot, mask=inside)
     noise = mix(mix(mix(seed ^ (position + 1).to(tl.uint64))))
     tl.store(keys + b * W + at, noise.to(tl.int64, bitcast=True), mask=inside)
-    tl.store(heat + b * W + at, tl.full((WP,), 0.0, tl.float32) + heated, mask=inside)
+    tl.store(temperatures + b * W + at, tl.full((WP,), 0.0, tl.float32) + temperature, mask=inside)
     tl.store(ids + b * W, tl.load(history + b * reach + n - 1))
     pair = tl.arange(0, 2)
     back = n - 2 + pair
     where = before + b * 2 + pair
     tl.store(where, tl.load(history + b * reach + tl.maximum(back, 0)).to(tl.int64))
     tl.store(where + size * 2, tl.maximum(back, 0).to(tl.int64))
-    tl.store(where + size * 4, _slot(line + 7, back, limit, back >= 0, trash, PAGE))
+    tl.store(where + size * 4, _slot(line + 7, back, limit, back >= 0, scratch, PAGE))
 
 
 @triton.jit
@@ -163,84 +163,86 @@ def _accept(
     tl.store(row + 3 + W + at, guess, mask=at < W - 1)
 
 
-def prepare(slots: Slots, feed: Feed, page: int, trash: int) -> None:
-    """Fill the feed from the slots: every column but the nodes."""
-    size, width = feed.ids.shape
+def prepare(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
+    """Fill the inputs from the slots: every column but the nodes."""
+    size, width = inputs.ids.shape
     _prepare[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, feed.positions, feed.slots, feed.keys, feed.heat,
-        feed.before, feed.columns, slots.control.stride(0), slots.history.stride(0), trash, size,
-        W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(feed.ids.device),
+        batch.control, batch.lengths, batch.history, inputs.ids, inputs.positions, inputs.slots, inputs.keys,
+        inputs.temperatures, inputs.before, inputs.columns, batch.control.stride(0), batch.history.stride(0), scratch, size,
+        W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def prepare_twin(slots: Slots, feed: Feed, page: int, trash: int) -> None:
-    for b, row in enumerate(slots.control.tolist()):
-        n = row[LENGTH] if row[FRESH] else int(slots.lengths[b])
-        slots.lengths[b] = n
+def prepare_twin(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
+    for b, row in enumerate(batch.control.tolist()):
+        n = row[LENGTH] if row[FRESH] else int(batch.lengths[b])
+        batch.lengths[b] = n
         seed = (row[SEED_HIGH] & 0xFFFFFFFF) << 32 | (row[SEED_LOW] & 0xFFFFFFFF)
-        feed.ids[b, 0] = slots.history[b, n - 1]
-        feed.heat[b] = slots.control[b, HEAT : HEAT + 1].view(torch.float32)
-        for j in range(feed.ids.shape[1]):
-            feed.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
-            feed.slots[b, j] = _slot_twin(row, n - 1 + j, page, trash)
-            feed.keys[b, j] = as_signed(key_twin(seed, n + j))
-        feed.columns[0, :, b], feed.columns[1, :, b] = feed.positions[b], feed.slots[b]
+        inputs.ids[b, 0] = batch.history[b, n - 1]
+        inputs.temperatures[b] = batch.control[b, TEMPERATURE : TEMPERATURE + 1].view(torch.float32)
+        for j in range(inputs.ids.shape[1]):
+            inputs.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
+            inputs.slots[b, j] = _slot_twin(row, n - 1 + j, page, scratch)
+            inputs.keys[b, j] = as_signed(key_twin(seed, n + j))
+        inputs.columns[0, :, b], inputs.columns[1, :, b] = inputs.positions[b], inputs.slots[b]
         for j, back in enumerate((n - 2, n - 1)):
             place = max(back, 0)
-            numbers = [int(slots.history[b, place]), place, _slot_twin(row, back, page, trash)]
-            feed.before[:, b, j] = torch.tensor(numbers)
+            numbers = [int(batch.history[b, place]), place, _slot_twin(row, back, page, scratch)]
+            inputs.before[:, b, j] = torch.tensor(numbers)
 
 
-def lookup(slots: Slots, feed: Feed, shortest: int, longest: int) -> None:
+def lookup(batch: BatchSlots, inputs: StepInputs, shortest: int, longest: int) -> None:
     """Fill the nodes with what followed the last time the latest tokens were written; -1 where nothing did."""
-    size, width = feed.ids.shape
+    size, width = inputs.ids.shape
     if width > 1:
         _lookup[(size,)](
-            slots.lengths, slots.history, feed.ids, slots.history.stride(0),
+            batch.lengths, batch.history, inputs.ids, batch.history.stride(0),
             W=width, WP=power(width, 2), SHORT=shortest, LONG=longest, BLOCK=1024, num_warps=4,
-            **options(feed.ids.device),
+            **options(inputs.ids.device),
         )  # fmt: skip
 
 
-def lookup_twin(slots: Slots, feed: Feed, shortest: int, longest: int) -> None:
-    width = feed.ids.shape[1] - 1
-    for b, n in enumerate(slots.lengths.tolist()):
-        text = slots.history[b, :n].tolist()
+def lookup_twin(batch: BatchSlots, inputs: StepInputs, shortest: int, longest: int) -> None:
+    width = inputs.ids.shape[1] - 1
+    for b, n in enumerate(batch.lengths.tolist()):
+        text = batch.history[b, :n].tolist()
         found: list[int] = []
         for m in range(longest, shortest - 1, -1):
             ends = [end for end in range(m, n) if text[end - m : end] == text[n - m :]] if m <= n else []
             if ends:
                 found = text[ends[-1] : ends[-1] + width]
                 break
-        feed.ids[b, 1:] = torch.tensor(found + [-1] * (width - len(found)))
+        inputs.ids[b, 1:] = torch.tensor(found + [-1] * (width - len(found)))
 
 
-def accept(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
+def accept(batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
     """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2].
 
     starts [B + 1]: where each slot's choices begin, if they are packed end to end.
     """
-    size, width = feed.ids.shape
+    size, width = inputs.ids.shape
     _accept[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, chosen, starts, out, slots.control.stride(0),
-        slots.history.stride(0),
-        W=width, WP=power(width, 2), PACKED=starts is not None, num_warps=1, **options(feed.ids.device),
+        batch.control, batch.lengths, batch.history, inputs.ids, chosen, starts, out, batch.control.stride(0),
+        batch.history.stride(0),
+        W=width, WP=power(width, 2), PACKED=starts is not None, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def accept_twin(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
-    width = feed.ids.shape[1]
+def accept_twin(
+    batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None
+) -> None:
+    width = inputs.ids.shape[1]
     said = chosen.view(-1, width).tolist() if starts is None else _apart(chosen.tolist(), starts.tolist(), width)
-    for b, row in enumerate(slots.control.tolist()):
-        n, nodes = int(slots.lengths[b]), feed.ids[b, 1:].tolist()
+    for b, row in enumerate(batch.control.tolist()):
+        n, nodes = int(batch.lengths[b]), inputs.ids[b, 1:].tolist()
         room = max(min(row[WIDTH], row[LIMIT] - n - 1), 0)
         right = 0
         while right < min(room, width - 1) and nodes[right] == said[b][right]:
             right += 1
         sound = next((i for i, token in enumerate(said[b]) if token < 0), width)
         count = min(right + 1, sound)
-        slots.history[b, n : n + count] = torch.tensor(said[b][:count])
-        slots.lengths[b] = n + count
+        batch.history[b, n : n + count] = torch.tensor(said[b][:count])
+        batch.lengths[b] = n + count
         out[b] = torch.tensor([count, min(room, width - 1), int(count == right + 1), *said[b], *nodes])
 
 
@@ -250,8 +252,8 @@ def _apart(chosen: list[int], starts: list[int], width: int) -> list[list[int]]:
     return [row + [-1] * (width - len(row)) for row in rows]
 
 
-def _slot_twin(row: list[int], position: int, page: int, trash: int) -> int:
-    return row[PAGES + position // page] * page + position % page if 0 <= position < row[LIMIT] else trash
+def _slot_twin(row: list[int], position: int, page: int, scratch: int) -> int:
+    return row[PAGES + position // page] * page + position % page if 0 <= position < row[LIMIT] else scratch
 
 
 def key_twin(mixed: int, position: int) -> int:
@@ -262,4 +264,4 @@ def as_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-__all__ = ["Feed", "Slots", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]
+__all__ = ["BatchSlots", "StepInputs", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]

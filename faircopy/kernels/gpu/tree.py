@@ -17,12 +17,12 @@ from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.launch import begin, options, power
 from faircopy.kernels.gpu.pick import mix
-from faircopy.kernels.gpu.step import Feed, Slots
+from faircopy.kernels.gpu.step import BatchSlots, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
-    """What a step with trees knows beside its feed."""
+class TreeNodes:
+    """What a step with trees knows beside its inputs."""
 
     parents: Tensor  # [B, W] int32: the row above each row; row 0 has none, -1. The drafter fills it.
     base: Tensor  # [B] int32: the position where nodes begin
@@ -34,7 +34,7 @@ class Branches:
     deepest: int  # levels a tree can have
 
     @classmethod
-    def over(cls, pools: list[Tensor], size: int, width: int, deepest: int) -> Branches:
+    def over(cls, pools: list[Tensor], size: int, width: int, deepest: int) -> TreeNodes:
         device, first = pools[0].device, pools[0]
         offsets = [(pool.data_ptr() - first.data_ptr()) // first.itemsize for pool in pools]
         widths = [pool[0].numel() for pool in pools]
@@ -51,7 +51,7 @@ class Branches:
 
 
 @triton.jit
-def _graft(
+def _place_nodes(
     control, lengths, parents, base, paths, positions, keys, columns,
     W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _graft(
 
 
 @triton.jit
-def _climb(
+def _accept_tree(
     control, lengths, history, ids, parents, chosen, taken, out, columns, reach,
     W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -151,46 +151,46 @@ def _compact(
                 tl.store(pool + start + here * width + at, values, mask=at < width)
 
 
-def graft(slots: Slots, feed: Feed, branches: Branches) -> None:
+def place_nodes(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes) -> None:
     """After the drafter: positions and noise of its nodes by depth, and the path to each."""
-    size, width = feed.ids.shape
-    _graft[(size,)](
-        slots.control, slots.lengths, branches.parents, branches.base, branches.paths, feed.positions, feed.keys,
-        slots.control.stride(0), W=width, WP=power(width, 2), DEEP=branches.deepest, LAST=PATH, num_warps=1,
-        **options(feed.ids.device),
+    size, width = inputs.ids.shape
+    _place_nodes[(size,)](
+        batch.control, batch.lengths, trees.parents, trees.base, trees.paths, inputs.positions, inputs.keys,
+        batch.control.stride(0), W=width, WP=power(width, 2), DEEP=trees.deepest, LAST=PATH, num_warps=1,
+        **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def graft_twin(slots: Slots, feed: Feed, branches: Branches) -> None:
-    for b, control in enumerate(slots.control.tolist()):
-        n, limit = int(slots.lengths[b]), control[step.LIMIT]
+def place_nodes_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes) -> None:
+    for b, control in enumerate(batch.control.tolist()):
+        n, limit = int(batch.lengths[b]), control[step.LIMIT]
         seed = (control[step.SEED_HIGH] & 0xFFFFFFFF) << 32 | (control[step.SEED_LOW] & 0xFFFFFFFF)
-        branches.base[b] = n
-        for j in range(feed.ids.shape[1]):
+        trees.base[b] = n
+        for j in range(inputs.ids.shape[1]):
             path, row = [], j
             while row > 0:
                 path.append(min(row - 1, limit - 1 - n))
-                row = int(branches.parents[b, row])
-            branches.paths[b, j, : len(path)] = torch.tensor(path[::-1], dtype=torch.int32)
-            feed.positions[b, j] = min(n - 1 + len(path), limit - 1)
-            feed.keys[b, j] = step.as_signed(step.key_twin(seed, n + len(path)))
+                row = int(trees.parents[b, row])
+            trees.paths[b, j, : len(path)] = torch.tensor(path[::-1], dtype=torch.int32)
+            inputs.positions[b, j] = min(n - 1 + len(path), limit - 1)
+            inputs.keys[b, j] = step.as_signed(step.key_twin(seed, n + len(path)))
 
 
-def climb(slots: Slots, feed: Feed, branches: Branches, chosen: Tensor, out: Tensor) -> None:
+def accept_tree(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
     """Judge trees: append to histories and lengths, and report to out [B, 4 W + 1]."""
-    size, width = feed.ids.shape
-    _climb[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, branches.parents, chosen, branches.taken, out,
-        slots.control.stride(0), slots.history.stride(0),
-        W=width, WP=power(width, 2), DEEP=branches.deepest, num_warps=1, **options(feed.ids.device),
+    size, width = inputs.ids.shape
+    _accept_tree[(size,)](
+        batch.control, batch.lengths, batch.history, inputs.ids, trees.parents, chosen, trees.taken, out,
+        batch.control.stride(0), batch.history.stride(0),
+        W=width, WP=power(width, 2), DEEP=trees.deepest, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def climb_twin(slots: Slots, feed: Feed, branches: Branches, chosen: Tensor, out: Tensor) -> None:
-    width = feed.ids.shape[1]
-    said, guesses, parents = chosen.view(-1, width).tolist(), feed.ids.tolist(), branches.parents.tolist()
-    for b, control in enumerate(slots.control.tolist()):
-        n = int(slots.lengths[b])
+def accept_tree_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
+    width = inputs.ids.shape[1]
+    said, guesses, parents = chosen.view(-1, width).tolist(), inputs.ids.tolist(), trees.parents.tolist()
+    for b, control in enumerate(batch.control.tolist()):
+        n = int(batch.lengths[b])
         room = min(max(min(control[step.WIDTH], control[step.LIMIT] - n - 1), 0), width - 1)
         path, tokens = [0], []
         while (token := said[b][path[-1]]) >= 0:
@@ -199,36 +199,36 @@ def climb_twin(slots: Slots, feed: Feed, branches: Branches, chosen: Tensor, out
             if (child := next(right, None)) is None:
                 break
             path.append(child)
-        slots.history[b, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        slots.lengths[b] = n + len(tokens)
-        branches.taken[b] = 0
-        branches.taken[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
+        batch.history[b, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        batch.lengths[b] = n + len(tokens)
+        trees.taken[b] = 0
+        trees.taken[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
         out[b, :3] = torch.tensor([len(tokens), room, int(token >= 0)])
         out[b, 3 : 3 + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        out[b, 3 + width : 2 + 2 * width] = feed.ids[b, 1:]
-        out[b, 2 + 2 * width : 1 + 3 * width] = branches.parents[b, 1:] - 1
+        out[b, 3 + width : 2 + 2 * width] = inputs.ids[b, 1:]
+        out[b, 2 + 2 * width : 1 + 3 * width] = trees.parents[b, 1:] - 1
         out[b, 1 + 3 * width : 1 + 3 * width + len(path)] = torch.tensor(path, dtype=torch.int32)
 
 
-def compact(slots: Slots, branches: Branches, out: Tensor, page: int) -> None:
+def compact(batch: BatchSlots, trees: TreeNodes, out: Tensor, page: int) -> None:
     """Move the keys and values of the accepted path to their positions, in all layers."""
-    size, width = branches.parents.shape
-    block = min(1024, power(int(branches.pools[0][0].numel())))
-    _compact[(size, len(branches.pools))](
-        slots.control, branches.base, branches.taken, out, branches.pools[0], branches.offsets, branches.widths,
-        slots.control.stride(0), W=width, DEEP=min(branches.deepest, width - 1), PAGE=page, BLOCK=block, num_warps=4,
+    size, width = trees.parents.shape
+    block = min(1024, power(int(trees.pools[0][0].numel())))
+    _compact[(size, len(trees.pools))](
+        batch.control, trees.base, trees.taken, out, trees.pools[0], trees.offsets, trees.widths,
+        batch.control.stride(0), W=width, DEEP=min(trees.deepest, width - 1), PAGE=page, BLOCK=block, num_warps=4,
         **options(out.device),
     )  # fmt: skip
 
 
-def compact_twin(slots: Slots, branches: Branches, out: Tensor, page: int) -> None:
-    for b, control in enumerate(slots.control.tolist()):
+def compact_twin(batch: BatchSlots, trees: TreeNodes, out: Tensor, page: int) -> None:
+    for b, control in enumerate(batch.control.tolist()):
         count, _, sound = out[b, :3].tolist()
         for level in range(1, count + 1 - sound):
-            ends = [int(branches.base[b]) - 1 + row for row in (int(branches.taken[b, level]), level)]
+            ends = [int(trees.base[b]) - 1 + row for row in (int(trees.taken[b, level]), level)]
             there, here = (control[step.PAGES + end // page] * page + end % page for end in ends)
-            for pool in branches.pools:
+            for pool in trees.pools:
                 pool[here] = pool[there]
 
 
-__all__ = ["Branches", "climb", "climb_twin", "compact", "compact_twin", "graft", "graft_twin"]
+__all__ = ["TreeNodes", "accept_tree", "accept_tree_twin", "compact", "compact_twin", "place_nodes", "place_nodes_twin"]
