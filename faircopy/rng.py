@@ -23,6 +23,11 @@ def key(seed: int, position: int, use: int = CHOICE, item: int = 0) -> int:
     return mix(mix(mix(mix(seed & _MASK) ^ position) ^ use) ^ item)
 
 
+def signed(key: int) -> int:
+    """The same 64 bits as a signed number, as torch's int64 has them."""
+    return key - (1 << 64) if key >> 63 else key
+
+
 def uniform(seed: int, position: int, use: int, item: int = 0) -> float:
     """A number in [0, 1) with 53 random bits."""
     return (key(seed, position, use, item) >> 11) * 2.0**-53

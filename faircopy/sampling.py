@@ -48,7 +48,7 @@ def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if drawn:
         drawing = [rows[i] for i in drawn]
-        keys = torch.tensor([_signed(row.key) for row in drawing], device=logits.device)
+        keys = torch.tensor([rng.signed(row.key) for row in drawing], device=logits.device)
         chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
     return chosen.tolist()
 
@@ -144,7 +144,3 @@ def _keep(scores: Tensor, params: SamplingParams) -> None:
     if params.min_p > 0.0:
         probs = torch.softmax(scores, -1)
         scores[probs < params.min_p * probs.amax()] = -torch.inf
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

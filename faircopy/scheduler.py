@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from faircopy.acceptance import nodes_that_fit
 from faircopy.policy import Policy
 from faircopy.types import Batch, Decision, Draft, FinishReason, Output, Sequence, Verdict
 
@@ -156,7 +157,7 @@ class Scheduler:
             chunk = min(chunk, WORDY)
         if length - cached > max(chunk, 1):
             return cached + chunk, 0
-        return length, max(0, min(wish(seq), seq.limit - length - 1))
+        return length, nodes_that_fit(wish(seq), length, seq.limit)
 
     def _extend(self, seq: Sequence, drafted: int, decision: Decision) -> Output:
         new: list[int] = []

@@ -238,8 +238,7 @@ def _plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: i
     if params.min_p:
         probs = _plain_softmax(scores, allowed)
         allowed = {token for token in allowed if probs[token] >= params.min_p * max(probs.values())}
-    key = rng.key(seed, position)
-    noise = gumbel(torch.tensor(key - (1 << 64) if key >> 63 else key), torch.arange(len(scores)))
+    noise = gumbel(torch.tensor(rng.signed(rng.key(seed, position))), torch.arange(len(scores)))
     return max(sorted(allowed), key=lambda token: float(scores[token] + noise[token]))
 
 

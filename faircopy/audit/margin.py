@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from faircopy import rng
 from faircopy.audit.report import Kind
 from faircopy.kernels.gumbel import gumbel
 from faircopy.llm import LLM
@@ -57,9 +58,8 @@ def decision_scores(logits: Tensor, row: Row) -> Tensor:
     params = row.seq.params
     if params.greedy:
         return scores[0]
-    key = row.key - (1 << 64) if row.key >> 63 else row.key
     places = torch.arange(scores.shape[1], device=scores.device)
-    noise = gumbel(torch.tensor(key, device=scores.device), places)
+    noise = gumbel(torch.tensor(rng.signed(row.key), device=scores.device), places)
     return (filtered(scores, [row])[0] + noise) * params.temperature
 
 

@@ -13,6 +13,7 @@ from faircopy import rng
 from faircopy.bench import tree_checks
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
+from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
 
@@ -276,7 +277,7 @@ def _pick(device: torch.device) -> float:
     logits[4, 5000] = torch.nan
     logits[5, 17] = -torch.inf
     temperatures = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
-    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(6)], device=device)
+    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(6)], device=device)
     wrong = 0
     for strict in (False, True):
         ours, twin = (f(logits, temperatures, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))
@@ -288,7 +289,7 @@ def _step(device: torch.device) -> float:
     """Prepare, look up and accept, twice in a row, as the twins do."""
     pairs = [_slots(device) for _ in range(2)]
     all_inputs = [step.StepInputs.empty(4, 4, device) for _ in range(2)]
-    outs = [torch.zeros(4, 10, dtype=torch.int32, device=device) for _ in range(2)]
+    outs = [torch.zeros(4, ReportColumns(4, tree=False).total, dtype=torch.int32, device=device) for _ in range(2)]
     wrong = 0
     for turn in range(2):
         said = [[1, 2, 3, 4], [5, 5, 5, 5], [7, -1, 7, 7], [1, 2, 1, 2]]
@@ -297,7 +298,7 @@ def _step(device: torch.device) -> float:
             prepare(slots, inputs, 4, 999)
             lookup(slots, inputs, 1, 3)
             accept(slots, inputs, chosen.flatten(), out)
-            slots.control[:, step.FRESH] = 0
+            slots.control[:, Control.FRESH] = 0
         same = [
             torch.equal(getattr(all_inputs[0], n), getattr(all_inputs[1], n))
             for n in step.StepInputs.__dataclass_fields__
@@ -319,7 +320,7 @@ def _packing(device: torch.device) -> float:
     for seed in range(3):
         crowds = [_crowd(device, seed) for _ in range(2)]
         packings = [packing.PackedRows.empty(7, 5, device) for _ in range(2)]
-        outs = [torch.zeros(7, 12, dtype=torch.int32, device=device) for _ in range(2)]
+        outs = [torch.zeros(7, ReportColumns(5, tree=False).total, dtype=torch.int32, device=device) for _ in range(2)]
         chosen = torch.randint(-1, 2, (35,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         for (pack, accept), (slots, inputs), packed_rows, out in zip(_PACKERS, crowds, packings, outs, strict=True):
             pack(slots, inputs, packed_rows, 999)
@@ -340,12 +341,12 @@ _PACKERS = ((packing.pack, step.accept), (packing.pack_twin, step.accept_twin))
 def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepInputs]:
     """Seven seats in the middle of a step: the fourth is empty, the last has written all it may."""
     chance = torch.Generator().manual_seed(seed)
-    control = torch.zeros(7, step.PAGES + 8, dtype=torch.int32)
+    control = torch.zeros(7, Control.PAGES + 8, dtype=torch.int32)
     lengths = torch.randint(1, 20, (7,), generator=chance, dtype=torch.int32)
-    control[:, step.LIMIT] = lengths + torch.randint(1, 9, (7,), generator=chance)
-    control[:, step.WIDTH] = torch.randint(0, 5, (7,), generator=chance)
-    control[3, : step.PAGES], lengths[3] = torch.tensor([1, 1, 1, 0, 0, 0, 0]), 1
-    control[6, step.LIMIT] = lengths[6]
+    control[:, Control.LIMIT] = lengths + torch.randint(1, 9, (7,), generator=chance)
+    control[:, Control.MAX_NODES] = torch.randint(0, 5, (7,), generator=chance)
+    control[3, : Control.PAGES], lengths[3] = torch.tensor(EMPTY_SLOT), 1
+    control[6, Control.LIMIT] = lengths[6]
     history = torch.randint(0, 2, (7, 40), generator=chance, dtype=torch.int32)
     inputs = step.StepInputs.empty(7, 5, device)
     nodes = torch.randint(0, 2, (7, 5), generator=chance)
@@ -357,13 +358,13 @@ def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepI
 
 
 def _slots(device: torch.device) -> step.BatchSlots:
-    control = torch.zeros(4, step.PAGES + 8, dtype=torch.int32)
-    control[:, step.FRESH] = 1
-    control[:, step.LENGTH] = torch.tensor([1, 9, 12, 14])
-    control[:, step.LIMIT] = torch.tensor([30, 11, 30, 30])
-    control[:, step.WIDTH] = torch.tensor([3, 3, 2, 3])
-    control[:, step.TEMPERATURE] = torch.tensor([0.0, 0.5, 0.0, 1.0]).view(torch.int32)
-    control[:, step.SEED_LOW :] = torch.randint(1, 99, (4, 10), generator=torch.Generator().manual_seed(5))
+    control = torch.zeros(4, Control.PAGES + 8, dtype=torch.int32)
+    control[:, Control.FRESH] = 1
+    control[:, Control.LENGTH] = torch.tensor([1, 9, 12, 14])
+    control[:, Control.LIMIT] = torch.tensor([30, 11, 30, 30])
+    control[:, Control.MAX_NODES] = torch.tensor([3, 3, 2, 3])
+    control[:, Control.TEMPERATURE] = torch.tensor([0.0, 0.5, 0.0, 1.0]).view(torch.int32)
+    control[:, Control.SEED_LOW :] = torch.randint(1, 99, (4, 10), generator=torch.Generator().manual_seed(5))
     history = torch.randint(0, 3, (4, 40), generator=torch.Generator().manual_seed(6), dtype=torch.int32)
     history[1, :9] = 5
     history[3, :14] = torch.tensor([1, 2] * 7)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, pick, step, tree
+from faircopy.kernels.gpu import attention, pick, tree
+from faircopy.kernels.gpu.records import Control, ReportColumns
 from faircopy.kernels.gpu.step import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 
@@ -25,7 +26,7 @@ def offers(device: torch.device) -> float:
     logits[4, 5000], logits[5] = torch.nan, -torch.inf
     logits[5, 17] = 1.0
     temperatures = torch.tensor([0.0, 0.0, 0.8], device=device)
-    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(3)], device=device)
+    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(3)], device=device)
     worst = 0.0
     for many in (1, 10):
         (ids, scores), (twin_ids, twin_scores) = (
@@ -54,11 +55,11 @@ _STEPS: Any = (
 
 
 def _world(device: torch.device) -> tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]:
-    control = torch.zeros(SEATS, step.PAGES + 8, dtype=torch.int32)
-    control[:, step.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
-    control[:, step.WIDTH] = torch.tensor([7, 7, 7, 2, 0])
-    control[:, step.SEED_LOW : step.PAGES] = torch.arange(10).view(5, 2) - 4
-    control[:, step.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
+    control = torch.zeros(SEATS, Control.PAGES + 8, dtype=torch.int32)
+    control[:, Control.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
+    control[:, Control.MAX_NODES] = torch.tensor([7, 7, 7, 2, 0])
+    control[:, Control.SEED_LOW : Control.PAGES] = torch.arange(10).view(5, 2) - 4
+    control[:, Control.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
     lengths = torch.tensor([9, 11, 16, 4, 1], dtype=torch.int32)
     history = torch.zeros(SEATS, 40, dtype=torch.int32)
     slots = BatchSlots(control.to(device), lengths.to(device), history.to(device))
@@ -69,7 +70,13 @@ def _world(device: torch.device) -> tuple[BatchSlots, StepInputs, TreeNodes, Ten
     inputs.ids.copy_(torch.tensor([GUESSES[n] for n in order]))
     trees.parents.copy_(torch.tensor([PARENTS[n] for n in order]))
     chosen = torch.tensor([CHOSEN[n] for n in order], dtype=torch.int32, device=device)
-    return slots, inputs, trees, torch.zeros(SEATS, 4 * WIDTH + 1, dtype=torch.int32, device=device), chosen
+    return (
+        slots,
+        inputs,
+        trees,
+        torch.zeros(SEATS, ReportColumns(WIDTH, tree=True).total, dtype=torch.int32, device=device),
+        chosen,
+    )
 
 
 def _state(world: tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]) -> list[Tensor]:

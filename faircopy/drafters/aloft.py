@@ -18,8 +18,6 @@ from faircopy.drafters.heads import Head, Rows
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 
-LIMIT = 2  # column of the control table: how far a seat may go
-
 
 class Aloft:
     """What a head remembers of every seat between steps, and the passes that use it."""
@@ -157,7 +155,7 @@ class _Reading:
         """Where the text has come to: tokens, positions and slots of the rows from the first unread one on."""
         slots = self._space.slots
         positions = self._read[:, None] + self._ahead
-        inside = positions < slots.control[:, LIMIT, None]
+        inside = positions < self._space.limits[:, None]
         self._ids.copy_(slots.history.gather(1, positions.clamp(max=slots.history.shape[1] - 1)))
         self._slots.copy_(self._space.places(positions))
         self._positions.copy_(torch.where(inside, positions, 0))

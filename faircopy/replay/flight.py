@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faircopy.kernels.gpu.records import Report, ReportColumns
 from faircopy.replay.space import Space
 from faircopy.types import Sequence
 
@@ -40,15 +41,17 @@ class Told:
     moved: int  # rows of keys that were not in line
 
     @classmethod
-    def of(cls, row: Any, width: int, tree: bool) -> Told:
-        count, room, sound = (int(number) for number in row[:3])
+    def of(cls, row: Any, columns: ReportColumns) -> Told:
+        def numbers(first: int, count: int) -> list[int]:
+            return [int(number) for number in row[first : first + count]]
+
+        count, room, sound = numbers(0, Report.TOKENS)
         accepted = count - 1 if sound else count
-        nodes = [int(n) for n in row[3 + width : 3 + width + room]]
-        tokens = [int(n) for n in row[3 : 3 + count]]
+        tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, room)
         parents, path = list(range(-1, room - 1)), list(range(accepted))
-        if tree:
-            parents = [int(n) for n in row[2 + 2 * width : 2 + 2 * width + room]]
-            path = [int(n) - 1 for n in row[2 + 3 * width : 2 + 3 * width + accepted]]
+        if columns.tree:
+            parents = numbers(columns.parents, room)
+            path = [place - 1 for place in numbers(columns.path + 1, accepted)]
         moved = sum(node != place for place, node in enumerate(path))
         new: dict[int, int] = {-1: -1}
         kept: list[int] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Packed
@@ -38,6 +39,11 @@ class Space:
     @property
     def k(self) -> int:
         return int(self.inputs.ids.shape[1]) - 1
+
+    @property
+    def limits(self) -> Tensor:
+        """[B] int32: how many tokens each sequence may have at most."""
+        return self.slots.control[:, Control.LIMIT]
 
     def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every slot."""
@@ -98,13 +104,13 @@ class Space:
         """Where the keys of these positions [B, n] lie; behind the limit, in the scratch."""
         tables, _ = self._tables
         pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
-        inside = index < self.slots.control[:, step.LIMIT, None]
+        inside = index < self.limits[:, None]
         return torch.where(inside, pages * self.page + index % self.page, self.scratch)
 
     @property
     def _tables(self) -> tuple[Tensor, int]:
         """Page tables, and how many tokens they reach."""
-        tables = self.slots.control[:, step.PAGES :]
+        tables = self.slots.control[:, Control.PAGES :]
         return tables, tables.shape[1] * self.page
 
     def pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[Any, PagePlan]) -> Packed:
@@ -132,7 +138,7 @@ class PathRows:
 
         What lies behind the limit counts for nothing: it is written to the scratch and looked for nowhere.
         """
-        space, last = self.space, self.space.slots.control[:, step.LIMIT, None].long() - 1
+        space, last = self.space, self.space.limits[:, None].long() - 1
         self.paths[..., : path.shape[-1]] = torch.minimum(path, (last - base[:, None])[..., None])
         self.set_base(base.int())
         slots = space.places(base[:, None] + path[..., -1])

@@ -21,6 +21,7 @@ from faircopy import rng
 from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.tables import Tables
@@ -104,7 +105,7 @@ class Replay:
         for seq, seat in flight.seats.items():
             if seq.finished is not None:
                 continue
-            told = Told.of(reports[seat], k + 1, flight.space.trees is not None)
+            told = Told.of(reports[seat], ReportColumns(k + 1, flight.space.trees is not None))
             length, accepted = len(seq.tokens), len(told.path)
             self._layout.settle(seq, length + accepted)
             self._layout.moved += told.moved
@@ -135,7 +136,7 @@ class Replay:
 
     def _make_slots(self, capacity: int) -> step.BatchSlots:
         device = self._target.model.device
-        columns = step.PAGES + self._tables.pages_for(self._context)
+        columns = Control.PAGES + self._tables.pages_for(self._context)
         control = torch.zeros(capacity, columns, dtype=torch.int32, device=device)
         lengths = torch.ones(capacity, dtype=torch.int32, device=device)
         history = torch.zeros(capacity, self._context + 128, dtype=torch.int32, device=device)
@@ -151,7 +152,7 @@ class Replay:
         inputs, drafter = step.StepInputs.empty(size, k + 1, device), self._drafter
         deepest = drafter.levels(k) if isinstance(drafter, Listens) and k else 0
         trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, deepest) if deepest else None
-        out = torch.zeros(size, 4 * k + 5 if deepest else 2 * k + 4, dtype=torch.int32, device=device)
+        out = torch.zeros(size, ReportColumns(k + 1, bool(deepest)).total, dtype=torch.int32, device=device)
         space = Space(self._slots.part(size), inputs, out, self._suite, page, self._layout.scratch, trees)
         if self.packs and size * (k + 1) > FEW:
             return space, self._halves(space)
@@ -212,20 +213,19 @@ class Replay:
             event.synchronize()
         control = self._controls[self._turn]
         table = control.numpy()[: space.size]
-        table[:, : step.PAGES] = (1, 1, 1, 0, 0, 0, 0)
-        table[:, step.PAGES :] = space.scratch // space.page
+        table[:, : Control.PAGES] = EMPTY_SLOT
+        table[:, Control.PAGES :] = space.scratch // space.page
         for (seq, seat), width in zip(seats.items(), widths, strict=True):
             self._write_seat(table[seat], seq, width, fresh)
         space.slots.control.copy_(control[: space.size], non_blocking=True)
         self._copied[self._turn] = self._mark()
 
     def _write_seat(self, row: Any, seq: Sequence, width: int, fresh: bool) -> None:
-        seed = rng.mix(seq.seed)
-        temperature = np.float32(seq.params.temperature).view(np.int32)
-        low, high = (np.uint32(part).astype(np.int32) for part in (seed & 0xFFFFFFFF, seed >> 32))
-        row[: step.PAGES] = (fresh, len(seq.tokens), seq.limit, width, temperature, low, high)
+        row[: Control.PAGES] = control_columns(
+            fresh, len(seq.tokens), seq.limit, width, seq.params.temperature, rng.mix(seq.seed)
+        )
         pages = self._tables.table(seq)
-        row[step.PAGES : step.PAGES + len(pages)] = pages
+        row[Control.PAGES : Control.PAGES + len(pages)] = pages
 
     def _write_history(self, seats: dict[Sequence, int]) -> None:
         """The texts so far, for whoever looks things up; two tokens are enough for everybody else."""

@@ -26,14 +26,6 @@ def node_rows(batch: Batch, draft: Draft, i: int) -> list[Row]:
     return [Row(seq), *(Row(seq, path) for path in paths)]
 
 
-def children(draft: Draft, i: int) -> list[list[int]]:
-    """The nodes below the last token (first), and below each node."""
-    below: list[list[int]] = [[] for _ in range(len(draft.tokens[i]) + 1)]
-    for node, parent in enumerate(draft.parents[i]):
-        below[parent + 1].append(node)
-    return below
-
-
 def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:
     """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits.
 

@@ -1,6 +1,6 @@
 """A step's rows end to end: where drafts vary in length, only the nodes that were found are fed to the target.
 
-How many they are is known on the device alone; the host reads one number and chooses a pass of that size.
+The number of rows is known on the device alone; the host reads it and chooses a pass of that size.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from faircopy.acceptance import nodes_that_fit
 from faircopy.kernels.gpu.attention import END, END_, PagePlan, block_length
 from faircopy.kernels.gpu.launch import begin, options, power
-from faircopy.kernels.gpu.step import LIMIT, WIDTH, BatchSlots, StepInputs
+from faircopy.kernels.gpu.records import LIMIT, MAX_NODES, Control
+from faircopy.kernels.gpu.step import BatchSlots, StepInputs, fitting_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The rows of a step, seat by seat: the last token and its nodes, without gaps; behind them rows for nobody."""
+    """The rows of a step by batch slot: the last token and its nodes, without gaps; behind them padding rows."""
 
     ids: Tensor  # [B W] int32
     positions: Tensor  # [B W] int32
     slots: Tensor  # [B W] int64
     keys: Tensor  # [B W] int64
     temperatures: Tensor  # [B W] float32
-    starts: Tensor  # [B + 1] int32: the first row of each seat, then how many there are in all
+    starts: Tensor  # [B + 1] int32: the first row of each batch slot, then the number of rows
     rows: Tensor  # [B, W] int32: the row of each query; -1: none
-    ranges: Tensor  # [B, 2] int32: key blocks that a seat's queries look at, all or none
+    ranges: Tensor  # [B, 2] int32: the key blocks that a batch slot's queries attend to, all or none
 
     @classmethod
     def empty(cls, size: int, width: int, device: torch.device) -> PackedRows:
@@ -46,7 +48,7 @@ class PackedRows:
         return self.starts[-1:]
 
     def plan(self, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
-        """One tile a seat, whose rows are wherever they were packed: a plan that can be captured."""
+        """One tile per batch slot, whose rows are where they were packed: a plan that can be captured."""
         seqs = torch.arange(self.rows.shape[0], dtype=torch.int32, device=tables.device)
         return PagePlan(self.rows, self.ranges, seqs, tables, page, -(-context // block_length(dim)))
 
@@ -54,24 +56,24 @@ class PackedRows:
 @triton.jit(do_not_specialize=["size"])
 def _pack(
     control, lengths, ids, positions, slots, keys, temperatures,
-    to_ids, to_positions, to_slots, to_keys, to_temperatures, starts, rows, ranges, columns, scratch, size,
+    to_ids, to_positions, to_slots, to_keys, to_temperatures, starts, rows, ranges, stride, scratch, size,
     SP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program b counts everybody's rows and moves its own; those it does not need go behind everybody's."""
+    """Program b counts the rows of all batch slots and moves those of slot b; its padding rows go to the end."""
     b = tl.program_id(0)
     begin(PDL)
-    seat, at = tl.arange(0, SP), tl.arange(0, WP)
-    here = seat < size
-    n = tl.load(lengths + seat, mask=here, other=0)
-    limit = tl.load(control + seat.to(tl.int64) * columns + 2, mask=here, other=0)
-    width = tl.load(control + seat.to(tl.int64) * columns + 3, mask=here, other=0)
-    room = tl.maximum(tl.minimum(width, limit - n - 1), 0)
+    slot, at = tl.arange(0, SP), tl.arange(0, WP)
+    here = slot < size
+    n = tl.load(lengths + slot, mask=here, other=0)
+    line = control + slot.to(tl.int64) * stride
+    limit = tl.load(line + LIMIT, mask=here, other=0)
+    fit = fitting_nodes(tl.load(line + MAX_NODES, mask=here, other=0), n, limit)
     found = here[:, None] & (at[None, :] < W - 1)
-    guess = tl.load(ids + seat[:, None] * W + 1 + at[None, :], mask=found, other=-1)
-    nodes = tl.min(tl.where((guess < 0) | (at[None, :] >= room[:, None]), at[None, :], W - 1), 1)
-    counts = tl.where(n < limit, 1 + nodes, 0)  # a text of full length feeds nothing; nor does an empty seat
-    start = tl.sum(tl.where(seat < b, counts, 0), 0)
-    mine = tl.sum(tl.where(seat == b, counts, 0), 0)
+    guess = tl.load(ids + slot[:, None] * W + 1 + at[None, :], mask=found, other=-1)
+    nodes = tl.min(tl.where((guess < 0) | (at[None, :] >= fit[:, None]), at[None, :], W - 1), 1)
+    counts = tl.where(n < limit, 1 + nodes, 0)  # a sequence at its limit feeds no row, nor does an empty batch slot
+    start = tl.sum(tl.where(slot < b, counts, 0), 0)
+    mine = tl.sum(tl.where(slot == b, counts, 0), 0)
     total = tl.sum(counts, 0)
     tl.store(starts + b, start)
     tl.store(starts + size, total, mask=b == size - 1)
@@ -90,7 +92,7 @@ def _pack(
 
 
 def pack(batch: BatchSlots, inputs: StepInputs, packed_rows: PackedRows, scratch: int) -> None:
-    """Move the rows that count to the front; a node counts before the first -1 and within its room."""
+    """Move the rows that count to the front; a node counts if it lies before the first -1 and fits."""
     size, width = inputs.ids.shape
     _pack[(size,)](
         batch.control, batch.lengths, inputs.ids, inputs.positions, inputs.slots, inputs.keys, inputs.temperatures,
@@ -124,10 +126,10 @@ def pack_twin(batch: BatchSlots, inputs: StepInputs, packed_rows: PackedRows, sc
 
 
 def _count_twin(row: list[int], n: int, nodes: list[int]) -> int:
-    """How many rows a seat feeds."""
-    room = max(min(row[WIDTH], row[LIMIT] - n - 1, len(nodes)), 0)
-    found = next((place for place, token in enumerate(nodes[:room]) if token < 0), room)
-    return 1 + found if n < row[LIMIT] else 0
+    """How many rows a batch slot feeds."""
+    fit = min(nodes_that_fit(row[Control.MAX_NODES], n, row[Control.LIMIT]), len(nodes))
+    found = next((place for place, token in enumerate(nodes[:fit]) if token < 0), fit)
+    return 1 + found if n < row[Control.LIMIT] else 0
 
 
 __all__ = ["PackedRows", "pack", "pack_twin"]

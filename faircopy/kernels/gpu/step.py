@@ -1,7 +1,8 @@
-"""What happens between passes, on the device: where the next tokens go, what a lookup proposes, what is accepted.
+"""What happens between passes, on the device: where the next tokens go, what an n-gram lookup proposes, which nodes of
+a chain are accepted.
 
-A batch in the air is a table of slots. The host says who sits where and how far each may go; lengths and histories are
-the device's own, so that a step can follow the one before without anybody looking.
+A batch of captured steps is a table of batch slots. The host writes which sequence is in which batch slot and how long
+it may become; lengths and histories live on the device, so a step can follow the one before without the host.
 """
 
 from __future__ import annotations
@@ -15,18 +16,33 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.acceptance import accept_path, nodes_that_fit
 from faircopy.kernels.gpu.launch import begin, options, power
 from faircopy.kernels.gpu.pick import mix
-
-# Columns of the control table; the page table follows.
-FRESH, LENGTH, LIMIT, WIDTH, TEMPERATURE, SEED_LOW, SEED_HIGH, PAGES = range(8)
+from faircopy.kernels.gpu.records import (
+    FINITE,
+    FRESH,
+    LENGTH,
+    LIMIT,
+    MAX_NODES,
+    NUM_TOKENS,
+    PAGES,
+    REPORT_MAX_NODES,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOKENS,
+    Control,
+    ReportColumns,
+    seed_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSlots:
-    """The state of a batch in the air, one row per slot."""
+    """The state of a batch of captured steps, one row per batch slot."""
 
-    control: Tensor  # [B, PAGES + pages] int32, written by the host
+    control: Tensor  # [B, Control.PAGES + pages] int32, written by the host
     lengths: Tensor  # [B] int32
     history: Tensor  # [B, context + spare] int32
 
@@ -36,15 +52,15 @@ class BatchSlots:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step's passes read: rows of W = k + 1 columns, the last token and its nodes."""
+    """What a step's passes read: W = k + 1 rows per batch slot, the last token and its nodes."""
 
     ids: Tensor  # [B, W] int32; the drafter fills the nodes
     positions: Tensor  # [B, W] int32
-    slots: Tensor  # [B, W] int64
-    keys: Tensor  # [B, W] int64, for the token after each place
+    slots: Tensor  # [B, W] int64: KV slots
+    keys: Tensor  # [B, W] int64: the random key of the token after each row
     temperatures: Tensor  # [B, W] float32
-    before: Tensor  # [3, B, 2] int64: ids, positions, slots of the last two tokens, for a draft model to catch up
-    columns: Tensor  # [2, W, B] int64: positions and slots once more, column by column
+    before: Tensor  # [3, B, 2] int64: ids, positions, KV slots of the last two tokens, for a draft model to catch up
+    columns: Tensor  # [2, W, B] int64: positions and KV slots once more, column by column
 
     @classmethod
     def empty(cls, size: int, width: int, device: torch.device) -> StepInputs:
@@ -59,32 +75,47 @@ class StepInputs:
 
 @triton.jit
 def _slot(table, position, limit, inside, scratch, PAGE: tl.constexpr):
-    """Where a position's keys lie; beyond the limit, or before the beginning, in the scratch."""
+    """The KV slot of a position; at or beyond the limit, or below 0, the scratch slot."""
     real = inside & (position >= 0) & (position < limit)
     page = tl.load(table + position // PAGE, mask=real, other=0).to(tl.int64)
     return tl.where(real, page * PAGE + position % PAGE, scratch)
 
 
+@triton.jit
+def load_seed(line):
+    """The seed in a control row, as 64 bits."""
+    low, high = (
+        tl.load(line + SEED_LOW).to(tl.uint32, bitcast=True),
+        tl.load(line + SEED_HIGH).to(tl.uint32, bitcast=True),
+    )
+    return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+
+
+@triton.jit
+def fitting_nodes(max_nodes, n, limit):
+    """As acceptance.nodes_that_fit."""
+    return tl.maximum(tl.minimum(max_nodes, limit - n - 1), 0)
+
+
 @triton.jit(do_not_specialize=["size"])
 def _prepare(
-    control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, columns, reach, scratch, size,
+    control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, stride, reach, scratch, size,
     W: tl.constexpr, WP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
-    n = tl.where(tl.load(line) != 0, tl.load(line + 1), tl.load(lengths + b))
+    line = control + b * stride
+    n = tl.where(tl.load(line + FRESH) != 0, tl.load(line + LENGTH), tl.load(lengths + b))
     tl.store(lengths + b, n)
-    limit = tl.load(line + 2)
-    temperature = tl.load(line + 4).to(tl.float32, bitcast=True)
-    low, high = tl.load(line + 5).to(tl.uint32, bitcast=True), tl.load(line + 6).to(tl.uint32, bitcast=True)
-    seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    limit = tl.load(line + LIMIT)
+    temperature = tl.load(line + TEMPERATURE).to(tl.float32, bitcast=True)
+    seed = load_seed(line)
     at = tl.arange(0, WP)
     inside = at < W
     position = n - 1 + at
-    seen = tl.minimum(position, limit - 1)  # nodes beyond count for nothing, and have no pages to look into
+    seen = tl.minimum(position, limit - 1)  # nodes beyond the limit are never accepted, and have no pages
     tl.store(positions + b * W + at, seen, mask=inside)
-    slot = _slot(line + 7, position, limit, inside, scratch, PAGE)
+    slot = _slot(line + PAGES, position, limit, inside, scratch, PAGE)
     tl.store(slots + b * W + at, slot, mask=inside)
     tl.store(lanes + at * size + b, seen.to(tl.int64), mask=inside)
     tl.store(lanes + (W + at) * size + b, slot, mask=inside)
@@ -97,7 +128,7 @@ def _prepare(
     where = before + b * 2 + pair
     tl.store(where, tl.load(history + b * reach + tl.maximum(back, 0)).to(tl.int64))
     tl.store(where + size * 2, tl.maximum(back, 0).to(tl.int64))
-    tl.store(where + size * 4, _slot(line + 7, back, limit, back >= 0, scratch, PAGE))
+    tl.store(where + size * 4, _slot(line + PAGES, back, limit, back >= 0, scratch, PAGE))
 
 
 @triton.jit
@@ -132,15 +163,16 @@ def _lookup(
 
 @triton.jit
 def _accept(
-    control, lengths, history, ids, chosen, starts, out, columns, reach,
-    W: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    control, lengths, history, ids, chosen, starts, out, stride, reach,
+    W: tl.constexpr, WP: tl.constexpr, GUESSES: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[b]: how many tokens, of how many nodes, were they all sound; then the tokens, then the nodes."""
+    """Program b judges the chain of batch slot b and writes its report row."""
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
+    line = control + b * stride
     n = tl.load(lengths + b)
-    room = tl.maximum(tl.minimum(tl.load(line + 3), tl.load(line + 2) - n - 1), 0)
+    fit = fitting_nodes(tl.load(line + MAX_NODES), n, tl.load(line + LIMIT))
     at = tl.arange(0, WP)
     inside = at < W
     first, rows = b * W, W
@@ -149,41 +181,41 @@ def _accept(
         rows = tl.load(starts + b + 1) - first
     said = tl.load(chosen + first + at, mask=inside & (at < rows), other=-1)
     guess = tl.load(ids + b * W + 1 + at, mask=at < W - 1, other=-1)
-    wrong = (guess != said) | (at >= room) | (at >= W - 1)
-    right = tl.min(tl.where(wrong, at, WP), 0)  # nodes that say what the target says, from the first on
+    wrong = (guess != said) | (at >= fit) | (at >= W - 1)
+    right = tl.min(tl.where(wrong, at, WP), 0)  # leading nodes whose token the target chose
     broken = tl.min(tl.where((said < 0) | (at >= W), at, WP), 0)
     count = tl.minimum(right + 1, broken)
     tl.store(history + b * reach + n + at, said, mask=at < count)
     tl.store(lengths + b, n + count)
-    row = out + b * (2 * W + 2)
-    tl.store(row, count)
-    tl.store(row + 1, tl.minimum(room, W - 1))
-    tl.store(row + 2, (count == right + 1).to(tl.int32))
-    tl.store(row + 3 + at, said, mask=inside)
-    tl.store(row + 3 + W + at, guess, mask=at < W - 1)
+    report = out + b * COLUMNS
+    tl.store(report + NUM_TOKENS, count)
+    tl.store(report + REPORT_MAX_NODES, tl.minimum(fit, W - 1))
+    tl.store(report + FINITE, (count == right + 1).to(tl.int32))
+    tl.store(report + TOKENS + at, said, mask=inside)
+    tl.store(report + GUESSES + at, guess, mask=at < W - 1)
 
 
 def prepare(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
-    """Fill the inputs from the slots: every column but the nodes."""
+    """Fill the inputs from the batch slots: everything but the nodes' tokens."""
     size, width = inputs.ids.shape
     _prepare[(size,)](
         batch.control, batch.lengths, batch.history, inputs.ids, inputs.positions, inputs.slots, inputs.keys,
-        inputs.temperatures, inputs.before, inputs.columns, batch.control.stride(0), batch.history.stride(0), scratch, size,
-        W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(inputs.ids.device),
+        inputs.temperatures, inputs.before, inputs.columns, batch.control.stride(0), batch.history.stride(0),
+        scratch, size, W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
 def prepare_twin(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
     for b, row in enumerate(batch.control.tolist()):
-        n = row[LENGTH] if row[FRESH] else int(batch.lengths[b])
+        n = row[Control.LENGTH] if row[Control.FRESH] else int(batch.lengths[b])
         batch.lengths[b] = n
-        seed = (row[SEED_HIGH] & 0xFFFFFFFF) << 32 | (row[SEED_LOW] & 0xFFFFFFFF)
+        seed = seed_of(row)
         inputs.ids[b, 0] = batch.history[b, n - 1]
-        inputs.temperatures[b] = batch.control[b, TEMPERATURE : TEMPERATURE + 1].view(torch.float32)
+        inputs.temperatures[b] = batch.control[b, Control.TEMPERATURE, None].view(torch.float32)
         for j in range(inputs.ids.shape[1]):
-            inputs.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
+            inputs.positions[b, j] = min(n - 1 + j, row[Control.LIMIT] - 1)
             inputs.slots[b, j] = _slot_twin(row, n - 1 + j, page, scratch)
-            inputs.keys[b, j] = as_signed(key_twin(seed, n + j))
+            inputs.keys[b, j] = rng.signed(key_twin(seed, n + j))
         inputs.columns[0, :, b], inputs.columns[1, :, b] = inputs.positions[b], inputs.slots[b]
         for j, back in enumerate((n - 2, n - 1)):
             place = max(back, 0)
@@ -216,15 +248,17 @@ def lookup_twin(batch: BatchSlots, inputs: StepInputs, shortest: int, longest: i
 
 
 def accept(batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
-    """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2].
+    """Judge chains: append to histories and lengths, and write report rows to out [B, ReportColumns.total].
 
-    starts [B + 1]: where each slot's choices begin, if they are packed end to end.
+    starts [B + 1]: the row where each batch slot's choices begin, if they are packed end to end.
     """
     size, width = inputs.ids.shape
+    columns = ReportColumns(width, tree=False)
     _accept[(size,)](
         batch.control, batch.lengths, batch.history, inputs.ids, chosen, starts, out, batch.control.stride(0),
         batch.history.stride(0),
-        W=width, WP=power(width, 2), PACKED=starts is not None, num_warps=1, **options(inputs.ids.device),
+        W=width, WP=power(width, 2), GUESSES=columns.guesses, COLUMNS=columns.total, PACKED=starts is not None,
+        num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
@@ -234,34 +268,31 @@ def accept_twin(
     width = inputs.ids.shape[1]
     said = chosen.view(-1, width).tolist() if starts is None else _apart(chosen.tolist(), starts.tolist(), width)
     for b, row in enumerate(batch.control.tolist()):
-        n, nodes = int(batch.lengths[b]), inputs.ids[b, 1:].tolist()
-        room = max(min(row[WIDTH], row[LIMIT] - n - 1), 0)
-        right = 0
-        while right < min(room, width - 1) and nodes[right] == said[b][right]:
-            right += 1
-        sound = next((i for i, token in enumerate(said[b]) if token < 0), width)
-        count = min(right + 1, sound)
-        batch.history[b, n : n + count] = torch.tensor(said[b][:count])
-        batch.lengths[b] = n + count
-        out[b] = torch.tensor([count, min(room, width - 1), int(count == right + 1), *said[b], *nodes])
+        n, guesses = int(batch.lengths[b]), inputs.ids[b, 1:].tolist()
+        fit = min(nodes_that_fit(row[Control.MAX_NODES], n, row[Control.LIMIT]), width - 1)
+        broken = [token < 0 for token in said[b]]
+        nodes, tokens = accept_path(guesses[:fit], list(range(-1, fit - 1)), said[b], broken)
+        batch.history[b, n : n + len(tokens)] = torch.tensor(tokens)
+        batch.lengths[b] = n + len(tokens)
+        out[b] = torch.tensor([len(tokens), fit, int(len(tokens) > len(nodes)), *said[b], *guesses])
 
 
 def _apart(chosen: list[int], starts: list[int], width: int) -> list[list[int]]:
-    """Packed choices slot by slot, with -1 where a slot had no row."""
+    """Packed choices by batch slot, with -1 where a batch slot had no row."""
     rows = [chosen[first:stop] for first, stop in pairwise(starts)]
     return [row + [-1] * (width - len(row)) for row in rows]
 
 
 def _slot_twin(row: list[int], position: int, page: int, scratch: int) -> int:
-    return row[PAGES + position // page] * page + position % page if 0 <= position < row[LIMIT] else scratch
+    return (
+        row[Control.PAGES + position // page] * page + position % page
+        if 0 <= position < row[Control.LIMIT]
+        else scratch
+    )
 
 
 def key_twin(mixed: int, position: int) -> int:
     return rng.mix(rng.mix(rng.mix(mixed ^ position)))
-
-
-def as_signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
 
 
 __all__ = ["BatchSlots", "StepInputs", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]
