@@ -26,7 +26,7 @@ from faircopy.config import EngineConfig
 from faircopy.drafters.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
-from faircopy.drafters.trees import Reranked, Tree
+from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.engine import Engine, build_engine
 from faircopy.model.base import Model
 from faircopy.model.hidden import stock_words
@@ -246,8 +246,8 @@ def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str 
     return build_engine(bench.model(), draft=draft, config=config)
 
 
-def same_tree(room: int) -> Tree:
-    return Reranked(room, DEPTH)
+def same_tree(max_nodes: int) -> Tree:
+    return RerankedTree(max_nodes, DEPTH)
 
 
 @dataclass(slots=True)

@@ -64,8 +64,8 @@ class WidenedHead(Head):
         logits = F.pad(guess.logits, (0, self.vocab - guess.logits.shape[-1]), value=-torch.inf)
         return Guess(logits, torch.cat([cost.memory, guess.memory], -1), guess.out)
 
-    def tree(self, room: int) -> Tree:
-        return self.small.tree(room)
+    def tree(self, max_nodes: int) -> Tree:
+        return self.small.tree(max_nodes)
 
     def _inner(self, rows: Rows) -> Rows:
         """The small head's layers lie behind the wide one's, and attention is scaled for the wide ones."""

@@ -39,8 +39,8 @@ def step_times(batch: int, drafter: str, k: int = 4, steps: int = 60) -> list[fl
     return times
 
 
-def half_right(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, room // 2
+def half_right(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, max_nodes // 2
 
 
 def main() -> None:

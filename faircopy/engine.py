@@ -107,11 +107,11 @@ class Engine:
         """The step as the host runs it: where captured steps follow, and each guess costs the host a pass, just one."""
         if self.replay is None or not getattr(self.drafter, "costly", False) or not self.replay.soon(batch):
             return batch
-        return replace(batch, room=[min(room, 1) for room in batch.room])
+        return replace(batch, max_nodes=[min(max_nodes, 1) for max_nodes in batch.max_nodes])
 
     def _take_off(self, batch: Batch) -> list[Output]:
         assert self.replay is not None
-        self._flight = self.replay.launch(batch.seqs, batch.room, max(map(self.wish, batch.seqs)))
+        self._flight = self.replay.launch(batch.seqs, batch.max_nodes, max(map(self.wish, batch.seqs)))
         return self._cruise()
 
     def _cruise(self) -> list[Output]:

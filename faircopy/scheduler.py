@@ -116,37 +116,37 @@ class Scheduler:
 
     def _schedule(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""
-        upto, room = self._share(seq, chunk, wish)
+        upto, max_nodes = self._share(seq, chunk, wish)
         if upto == self._cached(seq):
             return 0  # the chunk is used up; it goes on next time
-        while not self._ledger.reserve(seq, upto + room):
-            if room:
-                room = 0  # guesses are worth less than anybody's progress
+        while not self._ledger.reserve(seq, upto + max_nodes):
+            if max_nodes:
+                max_nodes = 0  # progress of any sequence comes before drafts
                 continue
             youngest = max(self._running, key=lambda other: other.id)
             self._preempt(youngest)
             if youngest is seq:
                 return 0
-        return self._enter(batch, seq, upto, room)
+        return self._enter(batch, seq, upto, max_nodes)
 
     def _admit(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int | None:
         """Let a newcomer in, if its first chunk fits without taking from others; prompt tokens used."""
         known = self._ledger.open(seq)
-        upto, room = self._share(seq, chunk, wish)
-        if not self._ledger.reserve(seq, upto + room):
+        upto, max_nodes = self._share(seq, chunk, wish)
+        if not self._ledger.reserve(seq, upto + max_nodes):
             if self._running or not self._ledger.reserve(seq, upto):
                 self._leave(seq)
                 return None
-            room = 0
+            max_nodes = 0
         self._waiting.remove(seq)
         self._running.append(seq)
         self.reused += known
-        return self._enter(batch, seq, upto, room)
+        return self._enter(batch, seq, upto, max_nodes)
 
-    def _enter(self, batch: Batch, seq: Sequence, upto: int, room: int) -> int:
+    def _enter(self, batch: Batch, seq: Sequence, upto: int, max_nodes: int) -> int:
         batch.seqs.append(seq)
         batch.upto.append(upto)
-        batch.room.append(room)
+        batch.max_nodes.append(max_nodes)
         pending = len(seq.tokens) - self._cached(seq)
         return upto - self._cached(seq) if pending > 1 else 0
 

@@ -201,11 +201,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who runs this step, how far each feeds its tokens, and how many draft nodes each has room for."""
+    """Who runs this step, how far each feeds its tokens, and how many draft nodes each may have."""
 
     seqs: list[Sequence]
     upto: list[int]
-    room: list[int]
+    max_nodes: list[int]
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -253,9 +253,9 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
         if trees is not None and len(trees) != len(batch):
             raise DraftError(name, f"{len(trees)} trees", f"for {len(batch)} sequences", "one per sequence, some empty")
     for i, (tokens, parents) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        room = batch.room[i] if batch.complete(i) else 0
-        if len(tokens) > room:
-            raise DraftError("draft", tokens, f"{len(tokens)} nodes where {room} have room", "propose fewer")
+        max_nodes = batch.max_nodes[i] if batch.complete(i) else 0
+        if len(tokens) > max_nodes:
+            raise DraftError("draft", tokens, f"{len(tokens)} nodes where {max_nodes} are allowed", "propose fewer")
         if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
             raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
         if draft.sources is not None and len(draft.sources[i]) != len(tokens):

@@ -95,17 +95,17 @@ def scripted(
     return ScriptedDrafter(truth, script, vocab, wide)
 
 
-def right(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, room
+def right(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, max_nodes
 
 
-def wrong(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, 0
+def wrong(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, 0
 
 
-def mixed(seq: Sequence, room: int) -> tuple[int, int]:
+def mixed(seq: Sequence, max_nodes: int) -> tuple[int, int]:
     """Every acceptance 0..k in turn, each sequence at another place of the cycle."""
-    return room, (seq.steps + seq.id) % (room + 1)
+    return max_nodes, (seq.steps + seq.id) % (max_nodes + 1)
 
 
 def changing(seq: Sequence) -> int:

@@ -16,9 +16,9 @@ from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import assert_same, engine_of, load, random_prompts, references, requests_of, run
 
 
-def lookup(drafter: NgramDrafter, tokens: list[int], room: int) -> list[int]:
+def lookup(drafter: NgramDrafter, tokens: list[int], max_nodes: int) -> list[int]:
     seq = Sequence(0, Request(tuple(tokens)), tokens)
-    return drafter.propose(Batch([seq], [len(tokens)], [room])).tokens[0]
+    return drafter.propose(Batch([seq], [len(tokens)], [max_nodes])).tokens[0]
 
 
 def test_ngram_takes_the_longest_suffix_and_its_latest_place() -> None:
@@ -128,7 +128,7 @@ class Fixed(NoDrafter):
 @pytest.mark.parametrize(
     ("draft", "problem"),
     [
-        (Draft([[1] * 9], [list(range(-1, 8))]), "9 nodes where 4 have room"),
+        (Draft([[1] * 9], [list(range(-1, 8))]), "9 nodes where 4 are allowed"),
         (Draft([[1, 2]], [[-1, 1]]), "must come before"),
         (Draft([[1, 2]], [[-1]]), "must come before"),
         (Draft([[64]], [[-1]]), "not a token id below 64"),

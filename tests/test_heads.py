@@ -20,7 +20,7 @@ from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.reader import PATIENCE, HeadDrafter
-from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
+from faircopy.drafters.trees import NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
 from faircopy.engine import build_engine
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -201,32 +201,32 @@ def offers(*shares: float) -> list[tuple[int, float]]:
 
 
 def test_clovers_tree_spends_its_room_level_by_level() -> None:
-    tree = Spent(4)
+    tree = NodeBudgetTree(4)
     tree.grow([offers(0.5, 0.2, 0.15, 0.1)])
     assert tree.tokens == [100, 101, 102], "the fourth is below a quarter of the best, and 0.8 is reached"
     tree.grow([offers(0.9, 0.1), offers(0.6, 0.4), offers(1.0)])
     assert tree.result() == ([100, 101, 102, 100], [-1, -1, -1, 0])
     assert tree.front == [], "nothing is left for deeper levels"
-    sure = Spent(3)
+    sure = NodeBudgetTree(3)
     for _ in range(3):
         sure.grow([offers(0.95, 0.05)])
     assert sure.result() == ([100, 100, 100], [-1, 0, 1]), "a sure head goes deep"
 
 
 def test_eagles_tree_keeps_the_likeliest_nodes_of_all_levels() -> None:
-    tree = Reranked(4, depth=2)
+    tree = RerankedTree(4, depth=2)
     tree.grow([offers(0.6, 0.3, 0.1)])
     assert tree.front == [0, 1]
     tree.grow([offers(0.9, 0.1), offers(0.5, 0.5)])
     assert tree.result() == ([100, 101, 100, 100], [-1, -1, 0, 1])
     assert len(tree.expanded) <= 4
-    for room in range(1, 65):
-        big = Reranked(room, depth=6)
+    for max_nodes in range(1, 65):
+        big = RerankedTree(max_nodes, depth=6)
         for _ in range(7):
             if big.front:
                 big.grow([offers(*(0.5**n for n in range(1, 11)))] * len(big.front))
         tokens, parents = big.result()
-        assert len(tokens) == room and len(big.expanded) <= room
+        assert len(tokens) == max_nodes and len(big.expanded) <= max_nodes
         assert all(parent < node for node, parent in enumerate(parents))
 
 
@@ -234,7 +234,7 @@ def test_medusas_tree_is_the_best_of_its_size() -> None:
     table = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]]
     shape = best_shape(table, 5)
     assert shape == [(-1, 0), (0, 0), (-1, 1), (0, 1), (-1, 2)]
-    tree = Static(shape, 4)
+    tree = StaticTree(shape, 4)
     tree.grow([[(7, -0.1), (8, -1.0), (9, -2.0)]])
     tree.grow([[(5, -0.1), (6, -1.0)]])
     assert tree.result() == ([7, 8, 5, 6], [-1, -1, 0, 0]) and tree.front == []
@@ -251,9 +251,9 @@ class RandomTrees(NoDrafter):
     def propose(self, batch: Batch) -> Draft:
         draft = Draft.empty(len(batch))
         for i, seq in enumerate(batch.seqs):
-            room = min(batch.room[i], self._most) if batch.complete(i) else 0
+            max_nodes = min(batch.max_nodes[i], self._most) if batch.complete(i) else 0
             kind = self._source.choice(["tree", "tree", "chain", "none"])
-            for node in range(0 if kind == "none" else room):
+            for node in range(0 if kind == "none" else max_nodes):
                 parent = node - 1 if kind == "chain" else self._source.randrange(-1, node)
                 draft.tokens[i].append(self._token(seq, draft, i, parent))
                 draft.parents[i].append(parent)
@@ -464,7 +464,7 @@ def test_accepted_paths_are_moved_into_line() -> None:
     head = load_head(bundled.named("clover"), load(str(bundled.target())))
     requests = [Request(tuple(range(900, 900 + 7 * n)), SamplingParams(max_tokens=24)) for n in (1, 2)]
     plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
-    head.tree = lambda room: Spent(room, 0.99, 0.01)  # type: ignore[method-assign]
+    head.tree = lambda max_nodes: NodeBudgetTree(max_nodes, 0.99, 0.01)  # type: ignore[method-assign]
     engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=12), suite=TWINS)
     seqs = run(engine, requests)
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]

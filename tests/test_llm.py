@@ -397,7 +397,7 @@ class Trap(NoDrafter):
 
     def propose(self, batch: Batch) -> Draft:
         self.count += 1
-        return Draft.chains([[self.token] * (room if self.count % 2 else 0) for room in batch.room])
+        return Draft.chains([[self.token] * (max_nodes if self.count % 2 else 0) for max_nodes in batch.max_nodes])
 
 
 def test_what_was_written_before_nan_does_not_depend_on_the_draft() -> None:

@@ -102,7 +102,7 @@ def test_the_worked_example_of_ragged_verification() -> None:
     params = SamplingParams(max_tokens=60)
     expected = references(model, prompts, [params] * 2, [0, 0])
     script = {1: [(0, 0), (5, 3), (2, 1)], 2: [(0, 0), (2, 0), (5, 5)]}  # (predicted, right) per step
-    drafter = scripted(prompts, expected, lambda seq, room: script[seq.id][seq.steps], model.vocab)
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: script[seq.id][seq.steps], model.vocab)
     engine = engine_of(model, drafter, page=4, wish=lambda seq: script[seq.id][seq.steps][0])
     seqs = [engine.add(Request(tuple(p), params)) for p in prompts]
     engine.step()
@@ -153,7 +153,7 @@ def test_any_traffic_leaves_every_page_in_place(
     ]
     seeds = [source.randrange(99) for _ in prompts]
     expected = references(model, prompts, params, seeds, eos=(0,))
-    drafter = scripted(prompts, expected, lambda seq, room: (room, source.randint(0, room)), 16, wide)
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: (max_nodes, source.randint(0, max_nodes)), 16, wide)
     engine = engine_of(
         model,
         drafter,

@@ -139,7 +139,7 @@ def test_the_example_of_the_ems_paper() -> None:
     expected = expect(model, prompts, params)
     plan = {(0, 1): (5, 3), (1, 1): (2, 0), (0, 2): (2, 1), (1, 2): (5, 5)}  # (request, step) -> (nodes, right)
 
-    def script(seq: Sequence, room: int) -> tuple[int, int]:
+    def script(seq: Sequence, max_nodes: int) -> tuple[int, int]:
         return plan.get((seq.id - 1, seq.steps), (0, 0))
 
     widths = {"padded": [15, 15], "unpad_inputs": [15, 15], "unpad_cache": [11, 10], "ems": [11, 10]}

@@ -191,7 +191,7 @@ def test_rejection_with_greedy_requests_is_plain_decoding() -> None:
     prompts = random_prompts(4, model.vocab)
     params = [SamplingParams(max_tokens=10)] * 4
     expected = references(model, prompts, params, [0] * 4)
-    drafter = scripted(prompts, expected, lambda seq, room: (room, room // 2), model.vocab, wide=True)
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: (max_nodes, max_nodes // 2), model.vocab, wide=True)
     seqs = run(engine_of(model, drafter, k=6, verifier="rejection"), [Request(tuple(p), params[0]) for p in prompts])
     assert [seq.output for seq in seqs] == [e.tokens for e in expected]
 
@@ -211,6 +211,6 @@ def test_only_wanted_rows_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> Non
     prompt = list(range(1, 21))
     expected = references(model, [prompt], [SamplingParams(max_tokens=6)], [0])
     seen.clear()
-    drafter = scripted([prompt], expected, lambda seq, room: (room, room), model.vocab)
+    drafter = scripted([prompt], expected, lambda seq, max_nodes: (max_nodes, max_nodes), model.vocab)
     run(engine_of(model, drafter, k=2, chunk=12), [Request(tuple(prompt), SamplingParams(max_tokens=6))])
     assert seen == [0, 3, 3]

@@ -17,7 +17,7 @@ class Drafter(Protocol):
     """
 
     def propose(self, batch: Batch) -> Draft:
-        """At most batch.room[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
+        """At most batch.max_nodes[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Once per step, before the verdict is appended."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from faircopy.drafters.blocks import Block, Norm, Rope
 from faircopy.drafters.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
-from faircopy.drafters.trees import Spent, Tree
+from faircopy.drafters.trees import NodeBudgetTree, Tree
 
 REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution, if not said otherwise
 
@@ -81,8 +81,8 @@ class Clover2(Head):
         apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
         return self.regression * apart + soft_cross_entropy(guess.logits, teaching.logits)
 
-    def tree(self, room: int) -> Tree:
-        return Spent(room, top_p=0.95)
+    def tree(self, max_nodes: int) -> Tree:
+        return NodeBudgetTree(max_nodes, top_p=0.95)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         for block in self.blocks:

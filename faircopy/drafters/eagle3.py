@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from faircopy.drafters.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
 from faircopy.drafters.clover import copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
-from faircopy.drafters.trees import Reranked, Tree
+from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
 
-DEPTH = 6  # of the tree that the room is spread over
+DEPTH = 6  # levels that the node budget is spread over
 NOISE = 0.2  # width of EAGLE-1's uniform noise
 
 
@@ -99,8 +99,8 @@ class Eagle3(Head):
         known = torch.isin(teaching.logits.argmax(-1), self.words_kept)
         return soft_cross_entropy(guess.logits.index_select(-1, self.words_kept), kept, known)
 
-    def tree(self, room: int) -> Tree:
-        return Reranked(room, DEPTH)
+    def tree(self, max_nodes: int) -> Tree:
+        return RerankedTree(max_nodes, DEPTH)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         """The authors start from random weights; the output layer from the target's rows, which costs nothing."""

@@ -133,9 +133,9 @@ class Head(nn.Module, ABC):
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
         """What follows these tokens, given what was remembered above them; level 0 follows the text itself."""
 
-    def tree(self, room: int) -> Tree:
+    def tree(self, max_nodes: int) -> Tree:
         """An empty tree of the method's own kind."""
-        return Tree(room)
+        return Tree(max_nodes)
 
     def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
         """What one level got wrong: cross entropy with the text, unless a method says otherwise."""

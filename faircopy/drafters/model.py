@@ -42,10 +42,10 @@ class ModelDrafter:
         while part.seqs:
             chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
             result = self._runner.forward(part, chains, done=max(depth - 1, 0))
-            live = [n for n in range(len(part)) if part.complete(n) and part.room[n] > depth]
+            live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
             self._guess(draft, [(places[part.seqs[n]], part.seqs[n], result.of(n)[-1]) for n in live])
             depth += 1
-            part = _part(part, [n for n in live if part.room[n] > depth and part.seqs[n] not in self._mute])
+            part = _part(part, [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute])
         return Draft.chains(draft.tokens, draft.sources)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
@@ -90,21 +90,21 @@ class ModelDrafter:
         return seq in self._mute or seq.request.k == 0
 
     def _readable(self, batch: Batch) -> Batch:
-        """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""
+        """What of the batch this model reads now: a chunk at a time, and nothing beyond its vocabulary or context."""
         part = Batch([], [], [])
-        for seq, upto, room in zip(batch.seqs, batch.upto, batch.room, strict=True):
-            idle = seq.request.k == 0 or (room == 0 and upto == len(seq.tokens))
+        for seq, upto, max_nodes in zip(batch.seqs, batch.upto, batch.max_nodes, strict=True):
+            idle = seq.request.k == 0 or (max_nodes == 0 and upto == len(seq.tokens))
             if idle or seq in self._mute:
                 continue
             cached = self._runner.layout.cached(seq)
             upto = min(upto, cached + self._chunk)
-            room = min(room, self._runner.model.context - upto)
-            if room < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
+            max_nodes = min(max_nodes, self._runner.model.context - upto)
+            if max_nodes < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
                 self._mute.add(seq)
             elif upto > cached:
                 part.seqs.append(seq)
                 part.upto.append(upto)
-                part.room.append(room)
+                part.max_nodes.append(max_nodes)
         return part
 
     def _guess(self, draft: Draft, places: list[tuple[int, Sequence, Tensor]]) -> None:
@@ -130,4 +130,4 @@ class ModelDrafter:
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:
-    return Batch([batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.room[n] for n in places])
+    return Batch([batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.max_nodes[n] for n in places])

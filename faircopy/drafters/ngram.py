@@ -21,8 +21,8 @@ class NgramDrafter(NoDrafter):
     def propose(self, batch: Batch) -> Draft:
         return Draft.chains(
             [
-                self._lookup(seq, room) if room and batch.complete(i) else []
-                for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
+                self._lookup(seq, max_nodes) if max_nodes and batch.complete(i) else []
+                for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
             ]
         )
 
@@ -32,10 +32,10 @@ class NgramDrafter(NoDrafter):
     def plan_fill(self, space: Any) -> Callable[[], None]:
         return lambda: space.suite.lookup(space.slots, space.inputs, self._lengths[-1], self._lengths[0])
 
-    def _lookup(self, seq: Sequence, room: int) -> list[int]:
+    def _lookup(self, seq: Sequence, max_nodes: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self._lengths))
         after = index.follow(seq.tokens)
-        return [] if after is None else seq.tokens[after : after + room]
+        return [] if after is None else seq.tokens[after : after + max_nodes]
 
 
 class _Index:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.drafters.aloft import Aloft
-from faircopy.drafters.groves import grove_of
+from faircopy.drafters.batched_trees import batch_trees
+from faircopy.drafters.captured_head import CapturedHead
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.trees import OFFERED, Offer, Tree
 from faircopy.layout.base import Packed
@@ -35,7 +35,7 @@ class HeadDrafter:
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False, seats: int = 0) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
-        self._aloft = Aloft(head, layout, self._rows, seats)
+        self._captured = CapturedHead(head, layout, self._rows, seats)
         self.wants = head.wants
         self._known: dict[Sequence, _States] = {}
 
@@ -46,9 +46,9 @@ class HeadDrafter:
         if not part.seqs:
             return draft
         memory = self._read(part)
-        live = [n for n in range(len(part)) if part.complete(n) and part.room[n]]
+        live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n]]
         if live:
-            plants = [_Plant(part.seqs[n], self._tree(part.seqs[n], part.room[n])) for n in live]
+            plants = [_Plant(part.seqs[n], self._tree(part.seqs[n], part.max_nodes[n])) for n in live]
             self._grow(plants, memory[live])
             places = {seq: i for i, seq in enumerate(batch.seqs)}
             for plant in plants:
@@ -87,7 +87,7 @@ class HeadDrafter:
         return 0 if _straight(self._head) else min(self._head.levels, k)
 
     def plan_fill(self, space: Any) -> Callable[[], None]:
-        return self._aloft.plan_fill(space)
+        return self._captured.plan_fill(space)
 
     def ready(self, seq: Sequence) -> bool:
         """Whether what it has not read fits a seat, with known states; who wants no drafts may fly too."""
@@ -102,14 +102,14 @@ class HeadDrafter:
         for seq, seat in seats.items():
             known, end = self._known.get(seq, _States()), len(seq.tokens)
             read = end - 1 if seq.request.k == 0 else self._layout.cached(seq)
-            self._aloft.board(seat, read, torch.cat(known.take(read - 1, end - 1, unknown)))
+            self._captured.board(seat, read, torch.cat(known.take(read - 1, end - 1, unknown)))
 
     def keep(self, space: Any, states: dict[int, Tensor]) -> None:
-        self._aloft.keep(space, states)
+        self._captured.keep(space, states)
 
     @property
     def kept(self) -> list[Tensor]:
-        return [self._aloft.read, self._aloft.states]
+        return [self._captured.read, self._captured.states]
 
     def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """The head has read what there was at launch; states of what came after stay on the device."""
@@ -126,11 +126,11 @@ class HeadDrafter:
                 continue
             cached = self._layout.cached(seq)
             upto = min(batch.upto[i], known.end + 1, cached + self._chunk)
-            ready = bool(batch.room[i]) and batch.complete(i)
+            ready = bool(batch.max_nodes[i]) and batch.complete(i)
             if upto > cached and (ready or upto - cached >= PATIENCE):
                 part.seqs.append(seq)
                 part.upto.append(upto)
-                part.room.append(batch.room[i])
+                part.max_nodes.append(batch.max_nodes[i])
         return part
 
     def _read(self, part: Batch) -> Tensor:
@@ -160,9 +160,9 @@ class HeadDrafter:
 
         return Rows(packed.positions, attend)
 
-    def _tree(self, seq: Sequence, room: int) -> Tree:
+    def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
         """Sampled requests get a chain: the noise picks one token at every place."""
-        return self._head.tree(room) if seq.params.greedy else Tree(room)
+        return self._head.tree(max_nodes) if seq.params.greedy else Tree(max_nodes)
 
     def _grow(self, plants: list[_Plant], memory: Tensor) -> None:
         """Level by level, all sequences together."""
@@ -252,7 +252,7 @@ class _States:
 
 def _straight(head: Head) -> bool:
     """Whether its trees are chains, in the air at least."""
-    return grove_of(head.tree(1), 1, torch.device("cpu")).straight
+    return batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
 
 
 def _expanded(trees: list[Tree]) -> Draft:

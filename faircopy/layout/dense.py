@@ -427,7 +427,7 @@ class AlignedLayout(DenseLayout):
         """At the beginning of a step rows must end together."""
         feeds = [upto - self.cached(seq) for seq, upto in zip(batch.seqs, batch.upto, strict=True)]
         if any(feeds) and not (self._lazy and self._in_line(batch.seqs)):
-            self.align(batch.seqs, max(map(sum, zip(feeds, batch.room, strict=True))))
+            self.align(batch.seqs, max(map(sum, zip(feeds, batch.max_nodes, strict=True))))
 
     def _left_vacant(self, newcomers: int, rows: int, width: int) -> int:
         """How many vacant rows stay: those that no newcomer takes, if they are to stay and memory has room for them."""

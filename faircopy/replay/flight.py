@@ -33,7 +33,7 @@ class Told:
     """What a step reports of one seat."""
 
     tokens: list[int]
-    room: int
+    max_nodes: int
     sound: bool
     nodes: list[int]
     parents: list[int]
@@ -45,12 +45,12 @@ class Told:
         def numbers(first: int, count: int) -> list[int]:
             return [int(number) for number in row[first : first + count]]
 
-        count, room, sound = numbers(0, Report.TOKENS)
+        count, max_nodes, sound = numbers(0, Report.TOKENS)
         accepted = count - 1 if sound else count
-        tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, room)
-        parents, path = list(range(-1, room - 1)), list(range(accepted))
+        tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, max_nodes)
+        parents, path = list(range(-1, max_nodes - 1)), list(range(accepted))
         if columns.tree:
-            parents = numbers(columns.parents, room)
+            parents = numbers(columns.parents, max_nodes)
             path = [place - 1 for place in numbers(columns.path + 1, accepted)]
         moved = sum(node != place for place, node in enumerate(path))
         new: dict[int, int] = {-1: -1}
@@ -61,4 +61,4 @@ class Told:
                 new[old] = len(kept)
                 kept.append(node)
                 above.append(new[parent])
-        return cls(tokens, room, bool(sound), kept, above, [new[node] for node in path], moved)
+        return cls(tokens, max_nodes, bool(sound), kept, above, [new[node] for node in path], moved)

@@ -72,7 +72,7 @@ class Replay:
         """Whether this batch will be, once it has been read."""
         return (
             len(batch) <= self._buckets[-1]
-            and max(batch.room) <= self._longest
+            and max(batch.max_nodes) <= self._longest
             and all(_plain(seq) for seq in batch.seqs)
         )
 
@@ -113,7 +113,7 @@ class Replay:
             decisions.append(Decision(told.path, told.tokens, error=None if told.sound else numerics_error(seq)))
             batch.seqs.append(seq)
             batch.upto.append(length)
-            batch.room.append(told.room)
+            batch.max_nodes.append(told.max_nodes)
             draft.tokens.append(told.nodes)
             draft.parents.append(told.parents)
         return batch, draft, Verdict(decisions)

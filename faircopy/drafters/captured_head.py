@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faircopy.drafters.groves import Front, Grove, grove_of
+from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 
 
-class Aloft:
+class CapturedHead:
     """What a head remembers of every seat between steps, and the passes that use it."""
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: Callable[[Packed], Rows], seats: int) -> None:
@@ -47,15 +47,15 @@ class Aloft:
         """Read, then guess level by level."""
         reading = _Reading(self, space)
         packed = reading.packed(self.layout)
-        grove = grove_of(self.head.tree(space.k), space.size, self.read.device)
-        growing: _Growing = _Straight(self, space) if grove.straight else _Growing(self, space)
+        trees = batch_trees(self.head.tree(space.k), space.size, self.read.device)
+        growing: _Growing = _Straight(self, space) if trees.is_chain else _Growing(self, space)
 
         def fill() -> None:
             reading.prepare()
             states = self.states[: space.size].flatten(0, 1)
             memory = self.head.read(states[None], packed.ids[None], self.rows_of(packed))[0]
             memory = memory.view(space.size, reading.count, -1)[reading.seats, reading.last]
-            growing.run(grove, memory[:, None])
+            growing.run(trees, memory[:, None])
 
         return fill
 
@@ -63,42 +63,46 @@ class Aloft:
 class _Growing:
     """The levels of one step's trees; each row in front has a slot of its own behind the text."""
 
-    def __init__(self, aloft: Aloft, space: Any) -> None:
-        self._aloft, self._space, self._head = aloft, space, aloft.head
+    def __init__(self, captured: CapturedHead, space: Any) -> None:
+        self._captured, self._space, self._head = captured, space, captured.head
         self._known: dict[int, Any] = {}  # plans of each level's rows, made at the rehearsal
 
-    def run(self, grove: Grove, memory: Tensor) -> None:
+    def run(self, trees: BatchedTrees, memory: Tensor) -> None:
         """From what the head remembers of the last token [B, 1, M] to nodes and parents in the space."""
         space = self._space
         tokens, rows = space.inputs.ids[:, :1].long(), None
         self._begin()
-        grove.plant()
+        trees.reset()
         last = min(self._head.levels, space.k) - 1
         for level in range(last + 1):
             guess = self._head.step(level, memory.flatten(0, 1)[None], tokens.flatten()[None], rows)
-            ids, scores = self._offers(grove, level, guess.logits[0])
-            front = grove.grow(ids, scores)
+            ids, scores = self._offers(trees, level, guess.logits[0])
+            front = trees.grow(ids, scores)
             if front is None or level == last:
                 break
             above = front.above[..., None]
             seen = guess.memory[0].view(space.size, -1, guess.memory.shape[-1])
             memory, tokens = seen.gather(1, above.expand(-1, -1, seen.shape[-1])), front.tokens
             rows = self._rows(level + 1, front) if self._head.deep else None
-        self._write(*grove.result())
+        self._write(*trees.result())
 
-    def _offers(self, grove: Grove, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens of each row, or the one that the request's noise picks."""
         inputs, size = self._space.inputs, self._space.size
         ids, scores = self._space.suite.offer(
-            logits.contiguous(), inputs.temperatures[:, level], inputs.keys[:, level], grove.offered, self._head.vocab
+            logits.contiguous(),
+            inputs.temperatures[:, level],
+            inputs.keys[:, level],
+            trees.num_offered,
+            self._head.vocab,
         )
-        return ids.view(size, -1, grove.offered), scores.view(size, -1, grove.offered)
+        return ids.view(size, -1, trees.num_offered), scores.view(size, -1, trees.num_offered)
 
     def _begin(self) -> None:
         self._paths: Tensor | None = None
         self._expanded = 0
 
-    def _rows(self, level: int, front: Front) -> Rows:
+    def _rows(self, level: int, front: Frontier) -> Rows:
         """Slots behind the nodes expanded before, and for each row the path of its ancestors' slots."""
         space, base = self._space, self._space.slots.lengths.long()
         own = self._expanded + torch.arange(front.tokens.shape[1], device=base.device)
@@ -110,8 +114,8 @@ class _Growing:
         self._paths = path
         positions = (base[:, None] + level - 1).expand(-1, len(own))
         if level not in self._known:
-            self._known[level] = space.path_rows(self._aloft.layout, len(own))
-        return self._aloft.rows_of(self._known[level].packed(front.tokens, positions, base, path))
+            self._known[level] = space.path_rows(self._captured.layout, len(own))
+        return self._captured.rows_of(self._known[level].packed(front.tokens, positions, base, path))
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
         self._space.inputs.ids[:, 1:] = tokens
@@ -121,14 +125,14 @@ class _Growing:
 class _Straight(_Growing):
     """Chains: a node stands where its place in the chain is."""
 
-    def __init__(self, aloft: Aloft, space: Any) -> None:
-        super().__init__(aloft, space)
-        self._deeper = [space.node_rows(aloft.layout, node) for node in range(space.k)] if aloft.head.deep else []
+    def __init__(self, captured: CapturedHead, space: Any) -> None:
+        super().__init__(captured, space)
+        self._deeper = [space.node_rows(captured.layout, node) for node in range(space.k)] if captured.head.deep else []
 
-    def _rows(self, level: int, front: Front) -> Rows:
+    def _rows(self, level: int, front: Frontier) -> Rows:
         packed = self._deeper[level - 1]
         self._space.inputs.ids[:, level] = front.tokens[:, 0]
-        return self._aloft.rows_of(packed)
+        return self._captured.rows_of(packed)
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
         self._space.inputs.ids[:, 1:] = tokens
@@ -137,10 +141,10 @@ class _Straight(_Growing):
 class _Reading:
     """The rows a head reads in a step, as tensors that keep their places."""
 
-    def __init__(self, aloft: Aloft, space: Any) -> None:
-        self._read, self._space = aloft.read[: space.size], space
-        self.count = aloft.states.shape[1]
-        device = aloft.read.device
+    def __init__(self, captured: CapturedHead, space: Any) -> None:
+        self._read, self._space = captured.read[: space.size], space
+        self.count = captured.states.shape[1]
+        device = captured.read.device
         self._ahead, self.seats = torch.arange(self.count, device=device), torch.arange(space.size, device=device)
         rows = torch.zeros(3, space.size, self.count, dtype=torch.int64, device=device)
         self._ids, self._positions, self._slots = rows
