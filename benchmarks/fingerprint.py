@@ -29,10 +29,10 @@ from transformers.utils import logging
 
 from faircopy import LLM, Answer, SamplingParams, bundled
 from faircopy.bench.record import origin, write
+from faircopy.build import build_engine
 from faircopy.config import STRATEGIES, EngineConfig
 from faircopy.drafters.folder import new_head, save_head
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import build_engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.testing import cacheless
 from faircopy.types import Request, Sequence

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from faircopy.bench.record import write
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import RerankedTree, Tree
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine
 from faircopy.model.base import Model
 from faircopy.model.hidden import stock_words
 from faircopy.model.loader import load_model, load_stock

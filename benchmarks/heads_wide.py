@@ -24,12 +24,12 @@ from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
 from faircopy.bench.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.blocks import BlockShape
 from faircopy.drafters.folder import METHODS, load_head
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.trees import Tree
-from faircopy.engine import build_engine
 from faircopy.model.base import FINAL, Model, Words
 from faircopy.model.loader import load_model
 

@@ -12,9 +12,9 @@ import time
 import torch
 
 from faircopy.bench.record import write
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import build_engine
 from faircopy.testing import ScriptedDrafter, TableModel
 from faircopy.types import Request, SamplingParams, Sequence
 

@@ -34,7 +34,8 @@ class EngineConfig:
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
-    graphs: bool = True  # on a GPU: capture the steady state
+    graphs: bool = True  # on a GPU: capture steps as CUDA graphs
+    pack_rows: bool = True  # captured steps: verify only the draft nodes that were found, where their number varies
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
     refill: bool | None = None  # newcomers join a running batch; None: as the strategy was published
@@ -49,7 +50,14 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse", "graphs", "pool_sort", *(() if self.refill is None else ("refill",))):
+        for name in (
+            "exact",
+            "prefix_reuse",
+            "graphs",
+            "pack_rows",
+            "pool_sort",
+            *(() if self.refill is None else ("refill",)),
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
         if self.pool_window is not None:

@@ -15,17 +15,19 @@ import torch
 from tqdm import tqdm
 
 from faircopy import rng
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig, from_speculative, refuse_unknown
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import Engine, build_engine, check_request
+from faircopy.engine import Engine
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_model, load_tokenizer, same_words
 from faircopy.model.selftest import self_test
+from faircopy.requests import check_request
 from faircopy.text import IncrementalText
 from faircopy.types import FinishReason, Logprobs, Request, SamplingParams, Sequence
 
@@ -219,8 +221,8 @@ class LLM:
 
     def warm_up(self) -> None:
         """On devices that capture the steady state, do so for every size of batch now: the first answers wait less."""
-        if self.engine.replay is not None:
-            self.engine.replay.warm(self.config.k)
+        if self.engine.captured is not None:
+            self.engine.captured.warm(self.config.k)
 
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""

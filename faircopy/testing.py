@@ -46,11 +46,11 @@ class TableModel:
         return logits if self.poison is None else logits.masked_fill((ids == self.poison)[:, None], torch.nan)
 
 
-class SpyDrafter:
+class SpyDrafter(Drafter):
     """Passes everything on to another drafter and remembers it."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
+        self.inner, self.wants, self.expensive = inner, inner.wants, inner.expensive
         self.proposed: list[Draft] = []
         self.observed: list[Verdict] = []
         self.forgotten: list[Sequence] = []

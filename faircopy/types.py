@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -201,7 +201,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who runs this step, how far each feeds its tokens, and how many draft nodes each may have."""
+    """The sequences of a step: how many of its tokens each has fed after it, and how many draft nodes each may have."""
 
     seqs: list[Sequence]
     upto: list[int]
@@ -210,9 +210,32 @@ class Batch:
     def __len__(self) -> int:
         return len(self.seqs)
 
+    def add(self, seq: Sequence, upto: int, max_nodes: int) -> None:
+        """For whoever puts a batch together; afterwards it is a value."""
+        self.seqs.append(seq)
+        self.upto.append(upto)
+        self.max_nodes.append(max_nodes)
+
     def complete(self, i: int) -> bool:
         """Whether sequence i is fed to its end, so that a next token can be chosen."""
         return self.upto[i] == len(self.seqs[i].tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as the scheduler planned it.
+
+    A captured step that follows one in flight is planned before its sequences' lengths are known: `upto` is then what
+    the host knows, and the device goes on from its own lengths.
+    """
+
+    batch: Batch
+    captured: bool = False
+    k: int = 0  # draft nodes per sequence of a captured step's graph
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self.batch.seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +310,22 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What is new for one sequence after a step."""
+class FinishedStep:
+    """What a step drafted and decided, and the rows it cost; nothing of it is appended yet."""
 
-    seq: Sequence
-    tokens: list[int]
-    accepted: int  # of these, how many a draft had right
+    batch: Batch
+    draft: Draft
+    verdict: Verdict
+    rows: int  # rows the target computed
+    padding: int  # of these, rows that belong to no token or node
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What is new for one sequence after a step: immutable, so that another thread may read it."""
+
+    id: int  # of the sequence
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]  # of these tokens, if they were asked for
     finished: FinishReason | None
+    accepted: int  # how many of the tokens a draft had right

@@ -69,7 +69,7 @@ def test_a_draft_model_may_start_late_and_pause(checkpoint: Callable[..., str]) 
     prompts = random_prompts(3, model.vocab, longest=30)
     params = [SamplingParams(max_tokens=24)] * 3
     expected = references(model, prompts, params, [0] * 3)
-    engine = engine_of(model, draft=draft, wish=lambda seq: 0 if seq.steps % 6 < 4 else 3)
+    engine = engine_of(model, draft=draft, lengths=lambda seq: 0 if seq.steps % 6 < 4 else 3)
     seqs = run(engine, requests_of(prompts, params, [0] * 3))
     assert_same(seqs, expected)
     assert engine.meter.acceptance == 1.0, "a twin that comes back is right again"

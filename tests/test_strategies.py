@@ -66,8 +66,8 @@ def with_head(folder: str, method: str) -> tuple[Model, Head, list[list[int]], l
 def guesses(folder: str, method: str, strategy: str, batch: int, k: int | None) -> list[tuple[int, int]]:
     """How many nodes each request got and kept, its text compared with plain decoding's; k None: it changes."""
     model, head, prompts, params, expected = with_head(folder, method)
-    wish = changing if k is None else (lambda seq: k)
-    engine = engine_of(model, draft=head, wish=wish, max_batch=batch, chunk=16, strategy=strategy)
+    lengths = changing if k is None else (lambda seq: k)
+    engine = engine_of(model, draft=head, lengths=lengths, max_batch=batch, chunk=16, strategy=strategy)
     seqs = run(engine, requests_of(prompts, params, list(range(6))))
     assert_same(seqs, expected, bits=strategy == "ragged")
     assert engine.meter.drafted > 0

@@ -19,7 +19,7 @@ from faircopy.drafters.base import Drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.heads import Head
 from faircopy.errors import ConfigError
-from faircopy.layout.base import cache_dtype
+from faircopy.layout.base import kv_bytes_per_token
 from faircopy.llm import LLM, Answer, Completion, Prompt
 from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
@@ -269,8 +269,7 @@ def _is_model(draft: Any) -> bool:
 
 def _token_bytes(model: Any) -> int:
     """Keys and values of one token, all layers."""
-    item = cache_dtype(model.dtype, model.device).itemsize
-    return sum(2 * layer.kv_heads * layer.head_dim * item for layer in model.layers)
+    return kv_bytes_per_token(model.layers, model.dtype, model.device)
 
 
 def _device(model: Model) -> str:

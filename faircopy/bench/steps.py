@@ -9,7 +9,7 @@ import torch
 
 from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
-from faircopy.layout.base import Packed
+from faircopy.layout.base import Packed, kv_bytes_per_token
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
@@ -73,7 +73,7 @@ def scene(model: Model, batch: int, rows: int, context: int, first: bool = False
             pool.normal_()
     seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
     for seq in seqs:
-        layout.settle(seq, 0 if first else context - 1)
+        layout.set_cached(seq, 0 if first else context - 1)
     nodes = [[] if first else list(range(1, rows)) for _ in seqs]
     room = [len(chain) for chain in nodes]
     return layout, layout.pack(Batch(seqs, [context] * batch, room), Draft.chains(nodes))
@@ -93,4 +93,4 @@ def weight_bytes(model: Any, head: bool = True) -> int:
 
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:
-    return sum(2 * shape.kv_heads * shape.head_dim * 2 * batch * context for shape in model.layers)
+    return kv_bytes_per_token(model.layers, model.dtype, model.device) * batch * context

@@ -65,7 +65,7 @@ class Eagle3(Head):
         self.rope, self.layer = Rope(shape), FusedLayer(config)
         if self.own:
             count = options.get("words") or config.vocab
-            self.fuse = nn.Linear(self.width, shape.hidden, bias=False)
+            self.fuse = nn.Linear(self.input_size, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
 

@@ -101,8 +101,8 @@ class Head(nn.Module, ABC):
         return self._like().device
 
     @property
-    def width(self) -> int:
-        """Size of what it reads per row."""
+    def input_size(self) -> int:
+        """Numbers of hidden state that it reads per row."""
         return len(self.wants) * self.config.shape.hidden
 
     @property

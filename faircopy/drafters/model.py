@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.drafters.base import Drafter
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.sampling import Row, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
 
-class ModelDrafter:
+
+class ModelDrafter(Drafter):
     """Feeds what it has not cached, then guesses token by token with the target's own parameters and noise.
 
     A prompt, a rejection and a full acceptance look the same to it: uncached tokens.
     """
 
-    costly = True  # a pass per guess
+    expensive = True  # a pass per node
 
     def __init__(self, runner: Runner, vocab: int, chunk: int, sampled: bool = False) -> None:
         self._runner, self._vocab, self._chunk = runner, vocab, chunk
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
-        self._mute: set[Sequence] = set()  # it cannot read these any further
+        self._mute: set[Sequence] = set()  # sequences it cannot read any further
         self._fed = Batch([], [], [])
 
     @property
@@ -57,36 +60,17 @@ class ModelDrafter:
         self._mute.discard(seq)
         self._runner.layout.forget(seq)
 
-    def plan_fill(self, space: Any) -> Callable[[], None]:
-        """The same on the device: the last two tokens first, then node by node."""
-        model, layout, inputs = self._runner.model, self._runner.layout, space.inputs
-        passes = [space.catch_up_rows(layout)]
-        passes += [space.node_rows(layout, node) for node in range(space.k - 1)]
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.capture import can_capture
+        from faircopy.drafters.captured import CapturedModel
 
-        def fill() -> None:
-            for node, packed in enumerate(passes):
-                logits = model.forward(packed, layout)
-                space.suite.pick(
-                    logits,
-                    inputs.temperatures[:, node],
-                    inputs.keys[:, node],
-                    vocab=self._vocab,
-                    out=inputs.ids[:, node + 1],
-                )
-
-        return fill
-
-    def ready(self, seq: Sequence) -> bool:
-        """Who gets no drafts may fly with those who do; what is guessed for them counts for nothing."""
-        return self._idle(seq) or self._runner.layout.cached(seq) >= len(seq.tokens) - 2
-
-    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         layout = self._runner.layout
-        assert isinstance(layout, PagedLayout), "only pages are filled without the host"
-        if k and not self._idle(seq):
-            layout.settle(seq, length + min(accepted, k - 1))
+        if not isinstance(layout, PagedLayout) or not can_capture(self.model, layout):
+            return None
+        return CapturedModel(self.model, layout, self._vocab, self._is_idle)
 
-    def _idle(self, seq: Sequence) -> bool:
+    def _is_idle(self, seq: Sequence) -> bool:
+        """Whether it drafts nothing for this sequence, now or later."""
         return seq in self._mute or seq.request.k == 0
 
     def _readable(self, batch: Batch) -> Batch:

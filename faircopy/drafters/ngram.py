@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from faircopy.drafters.base import NoDrafter
+from faircopy.drafters.base import Drafter
 from faircopy.types import Batch, Draft, Sequence
 
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
 
-class NgramDrafter(NoDrafter):
+
+class NgramDrafter(Drafter):
     """Longest suffix first, its latest occurrence; needs no model."""
-
-    varies = True  # often there is nothing to be found
 
     def __init__(self, shortest: int = 1, longest: int = 4) -> None:
         self._lengths = range(longest, shortest - 1, -1)
@@ -29,8 +29,10 @@ class NgramDrafter(NoDrafter):
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
 
-    def plan_fill(self, space: Any) -> Callable[[], None]:
-        return lambda: space.suite.lookup(space.slots, space.inputs, self._lengths[-1], self._lengths[0])
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.drafters.captured import CapturedNgram
+
+        return CapturedNgram(self._lengths[-1], self._lengths[0])
 
     def _lookup(self, seq: Sequence, max_nodes: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self._lengths))

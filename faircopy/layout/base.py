@@ -78,6 +78,12 @@ class Layout(Cache, Protocol):
     def forget(self, seq: Sequence) -> None: ...
 
 
+def kv_bytes_per_token(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of one token's keys and values in all these layers."""
+    numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in layers)
+    return numbers * cache_dtype(dtype, device).itemsize
+
+
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Attention on the CPU runs in float32 whatever the type: its 16-bit kernel may choose its way by the load."""
     return torch.float32 if device.type == "cpu" else dtype

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
-from faircopy.layout.paged import _depths, _finite, _wanted, _widen
+from faircopy.layout.paged import finite_or_zero, node_depths, pad_last, wanted_rows
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -200,12 +200,12 @@ class DenseLayout:
         shape, width, kinds = self.layers[layer], v.shape[-1], self._keys[layer].dtype
         keys, values = self._keys[layer], self._values[layer]
         for pool, new in ((keys, k), (values, v)):
-            new = _widen(packed.unpadded(new), shape.head_dim).to(kinds)
-            pool.flatten(0, 1).index_copy_(0, packed.slots, _finite(new))
+            new = pad_last(packed.unpadded(new), shape.head_dim).to(kinds)
+            pool.flatten(0, 1).index_copy_(0, packed.slots, finite_or_zero(new))
         if layer == len(self.layers) - 1:
             self.healthy = packed.unpadded(torch.isfinite(q.flatten(1).float().sum(-1)))
         rows, queries, columns = packed.shape
-        grid = _widen(q, shape.head_dim).to(kinds)
+        grid = pad_last(q, shape.head_dim).to(kinds)
         grid = grid if packed.grid is None else grid.index_select(0, packed.grid)
         out = attend_rows(
             grid.view(rows, queries, *grid.shape[1:]),
@@ -270,7 +270,7 @@ class DenseLayout:
         seq, upto = batch.seqs[i], batch.upto[i]
         start, tokens = self.cached(seq), draft.tokens[i] if batch.complete(i) else []
         live, fed = range(min(done, len(tokens)), len(tokens)), upto - start
-        depths = _depths(draft.parents[i][: len(tokens)])
+        depths = node_depths(draft.parents[i][: len(tokens)])
         return _Feed(
             row=self._seats[seq],
             first=self._first(self._seats[seq]),
@@ -351,7 +351,7 @@ class DenseLayout:
         packed = accumulate((feed.size for feed in feeds), initial=0)
         starts = packed if self.packs else (feed.row * queries for feed in feeds)
         return [
-            start + np.array(_wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
+            start + np.array(wanted_rows(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
             for start, seq, upto, feed in zip(starts, batch.seqs, batch.upto, feeds, strict=False)
         ]
 

@@ -82,7 +82,7 @@ class PagedLayout:
                 pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
                 slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
             before = len(wanted)
-            wanted += (len(ids) + row for row in _wanted(seq, start, upto, batch.complete(i), len(live)))
+            wanted += (len(ids) + row for row in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
             ids += seq.tokens[start:upto]
             ids += draft.tokens[i][live.start : live.stop]
             positions += range(start, upto)
@@ -116,11 +116,11 @@ class PagedLayout:
         """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
         shape, width = self.layers[layer], v.shape[-1]
         pool = self._pools[layer]
-        new = torch.stack([_widen(k, shape.head_dim), _widen(v, shape.head_dim)], 1)
-        pool.index_copy_(0, packed.slots, _finite(new.to(pool.dtype)))
+        new = torch.stack([pad_last(k, shape.head_dim), pad_last(v, shape.head_dim)], 1)
+        pool.index_copy_(0, packed.slots, finite_or_zero(new.to(pool.dtype)))
         if layer == len(self.layers) - 1:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
-        query = _widen(q, shape.head_dim)
+        query = pad_last(q, shape.head_dim)
         if self.suite is not None:
             out = self.attend_cached(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
         else:
@@ -166,8 +166,8 @@ class PagedLayout:
             self._reach(seq, base + len(kept))
         return verdict
 
-    def settle(self, seq: Sequence, length: int) -> None:
-        """So many of the sequence's tokens have keys here, whoever wrote them."""
+    def set_cached(self, seq: Sequence, length: int) -> None:
+        """The first `length` tokens of the sequence have keys here; a captured step wrote them."""
         self._nodes.pop(seq, None)
         self._reach(seq, length)
 
@@ -292,7 +292,7 @@ def _counters(device: torch.device) -> Tensor:
     return counters(device)
 
 
-def _depths(parents: list[int]) -> Ints:
+def node_depths(parents: list[int]) -> Ints:
     depths = np.empty(len(parents), np.int64)
     for node, parent in enumerate(parents):
         depths[node] = 1 if parent < 0 else depths[parent] + 1
@@ -303,11 +303,11 @@ def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
     """Behind the tokens, as deep as each node is in its tree."""
     if not live or draft.is_chain(i):
         return range(upto + live.start, upto + live.stop)
-    depths: list[int] = (upto - 1 + _depths(draft.parents[i])[live.start : live.stop]).tolist()
+    depths: list[int] = (upto - 1 + node_depths(draft.parents[i])[live.start : live.stop]).tolist()
     return depths
 
 
-def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
+def wanted_rows(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
     """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
     fed = upto - start
     prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
@@ -322,11 +322,11 @@ def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
     return torch.zeros(shape[0], 2, *shape[1:], dtype=dtype, device=device)
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def pad_last(x: Tensor, width: int) -> Tensor:
     """Zeros behind the last dimension, where a layer's values are narrower than its keys."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite_or_zero(x: Tensor) -> Tensor:
     """A masked NaN still spreads (NaN - inf, 0 * NaN), to other queries and to a page's next holder: store zeros."""
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)
