@@ -1,22 +1,29 @@
-"""Puts an engine together from a configuration."""
+"""Puts an engine together: loads target and draft, and builds all parts from a configuration."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths, FixedLength
 from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
+from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
+from faircopy.errors import ConfigError
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.memory import page_count
+from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
+from faircopy.model.loader import load_model, load_tokenizer, same_words
 from faircopy.model.runner import Runner
+from faircopy.model.selftest import self_test
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
 from faircopy.verify.exact import ExactVerifier
@@ -25,6 +32,35 @@ from faircopy.verify.rejection import RejectionVerifier
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
     from faircopy.replay import CapturedRunner
+
+
+def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
+    """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
+    if isinstance(target, str):
+        target = load_model(target, config.torch_dtype(), config.torch_device(), config.exact)
+        self_test(target, config.exact)
+    if not hasattr(target, "forward") or not hasattr(target, "layers"):
+        raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
+    return target  # type: ignore[no-any-return]
+
+
+def load_draft(
+    draft: Any, target: Model, tokenizer: Any | None, config: EngineConfig
+) -> tuple[Drafter | None, Model | Head | None]:
+    """The drafter, or the model or head to draft with, from what a user passes as draft=."""
+    draft = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
+    if draft is None or isinstance(draft, Drafter):
+        return draft, None
+    if draft == "ngram":
+        return NgramDrafter(config.lookup_min, config.lookup_max), None
+    if isinstance(draft, str) and is_head(draft):
+        return None, load_head(draft, target)
+    model = load_target(draft, config, "draft")
+    theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
+    difference = same_words(tokenizer, theirs, (target.vocab, model.vocab))
+    if difference:
+        raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
+    return None, model
 
 
 def build_engine(

@@ -22,7 +22,7 @@ LEVELS: list[set[str]] = [
     {"capture"},
     {"scheduler", "policy", "draft_length", "drafters", "verify"},
     {"replay", "strategy", "memory", "requests"},
-    {"engine"},
+    {"engine", "answers"},
     {"build"},
     {"llm", "testing", "bundled"},
     {"audit", "bench", "train"},
