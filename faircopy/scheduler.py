@@ -51,7 +51,7 @@ class Scheduler:
         self._ledger, self._cached, self._policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
         self._waiting: list[Sequence] = []  # in order of arrival
-        self._running: list[Sequence] = []
+        self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
         self.preemptions = 0
         self.reused = 0  # tokens of new sequences that were cached already
@@ -94,7 +94,7 @@ class Scheduler:
         collected first.
         """
         new = [] if self._full else self._waiting
-        chosen = self._policy.choose(self._running, new, self._cached)
+        chosen = self._policy.choose(self.running, new, self._cached)
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
         fits = set(chosen) <= set(plan.seqs) and all(
             self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * (plan.k + 1))) for seq in going_on
@@ -128,7 +128,7 @@ class Scheduler:
         return departed
 
     def _schedule(self, waiting: list[Sequence]) -> StepPlan:
-        candidates = self._policy.choose(self._running, waiting, self._cached)
+        candidates = self._policy.choose(self.running, waiting, self._cached)
         lengths = dict(zip(candidates, self._draft_lengths.choose(candidates), strict=True))
         batch = self._fill(candidates, lengths)
         if not batch.seqs or self._capture is None:
@@ -177,14 +177,14 @@ class Scheduler:
                 return None
             max_nodes = 0
         self._waiting.remove(seq)
-        self._running.append(seq)
+        self._running[seq] = None
         self.reused += known
         return self._enter(batch, seq, upto, max_nodes)
 
     def _enter(self, batch: Batch, seq: Sequence, upto: int, max_nodes: int) -> int:
         batch.add(seq, upto, max_nodes)
-        pending = len(seq.tokens) - self._cached(seq)
-        return upto - self._cached(seq) if pending > 1 else 0
+        cached = self._cached(seq)
+        return upto - cached if len(seq.tokens) - cached > 1 else 0
 
     def _share(self, seq: Sequence, chunk: int, length: int) -> tuple[int, int]:
         """How far to feed, and how many nodes, of a draft of this length. A prompt chunk gets no nodes."""
@@ -216,7 +216,8 @@ class Scheduler:
             self._finish(seq, reason)
         else:
             self._ledger.trim(seq, min(seq.limit, len(seq.tokens) + in_flight))
-        return Output(seq.id, tuple(new), tuple(map(MappingProxyType, logprobs)), reason, accepted)
+        frozen = tuple(map(MappingProxyType, logprobs)) if logprobs else ()
+        return Output(seq.id, tuple(new), frozen, reason, accepted)
 
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Why plain decoding would stop after this token, if it would."""
@@ -228,16 +229,17 @@ class Scheduler:
         return "length" if len(seq.tokens) >= seq.limit else None
 
     def _preempt(self, seq: Sequence) -> None:
-        self._running.remove(seq)
+        del self._running[seq]
         self._leave(seq)
         self._waiting.insert(sum(other.id < seq.id for other in self._waiting), seq)
         self.preemptions += 1
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finished = reason
-        for queue in (self._running, self._waiting):
-            if seq in queue:
-                queue.remove(seq)
+        if seq in self._running:
+            del self._running[seq]
+        elif seq in self._waiting:
+            self._waiting.remove(seq)
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
