@@ -16,8 +16,8 @@ def accept_path(
 ) -> tuple[list[int], list[int]]:
     """Accepted nodes and the target's tokens: step to the first child whose token the target chose, while there is one.
 
-    choices[0] is the target's token after the last token, choices[n + 1] after node n; broken says which of these rows
-    have no finite logits. There is one token more than nodes, unless the walk ends at a broken row.
+    choices[0] is the target's token after the last token, choices[n + 1] after node n; broken marks the rows
+    without finite logits. There is one token more than nodes, unless the walk ends at a broken row.
     """
     below = children(parents)
     nodes: list[int] = []

@@ -1,4 +1,4 @@
-"""Randomness as a function: whoever asks for (seed, position, ...) gets the same answer, in any order."""
+"""Randomness as a function of (seed, position, ...): the same numbers in any order of asking."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def uniform(seed: int, position: int, use: int, item: int = 0) -> float:
 
 
 def fresh_seed() -> int:
-    """A seed nobody has asked for before."""
+    """A new random seed."""
     return secrets.randbits(63)
 
 

@@ -1,4 +1,4 @@
-"""The nouns of the engine: what is asked, what lives, and the values that are born and die within a step."""
+"""The values of the engine: requests, sequences, and what is passed along within a step."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked, in token ids."""
+    """What was asked for, in token ids."""
 
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
@@ -160,7 +160,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The life of one request; only the scheduler writes it."""
+    """One request in work; only the scheduler changes it."""
 
     id: int
     request: Request
@@ -211,7 +211,7 @@ class Batch:
         return len(self.seqs)
 
     def add(self, seq: Sequence, upto: int, max_nodes: int) -> None:
-        """For whoever puts a batch together; afterwards it is a value."""
+        """Used while a batch is put together; afterwards it does not change."""
         self.seqs.append(seq)
         self.upto.append(upto)
         self.max_nodes.append(max_nodes)
@@ -268,7 +268,7 @@ class Draft:
 
 
 def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
-    """Refuse what is not a draft for this batch: drafters may be anybody's."""
+    """Refuse what is not a draft for this batch: drafters may be users' own."""
     if not isinstance(draft, Draft):
         raise DraftError("draft", draft, "not a Draft", "return Draft(...), Draft.chains(...) or Draft.empty(...)")
     for name in ("tokens", "parents", "sources"):

@@ -157,7 +157,7 @@ class HeadDrafter(Drafter):
         return self._rows(self._layout.pack(part, _expanded([p.tree for p in growing]), done))
 
     def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor) -> None:
-        """Let every tree grow by what the head says at its front."""
+        """Add one level to every tree, from the head's logits at its front."""
         rows = [Row(growth.seq, growth.tree.path(node)) for growth, node in front]
         offers: dict[_GrowingTree, list[Offer]] = {}
         for (growth, _), offer in zip(front, _offers(logits, rows), strict=True):

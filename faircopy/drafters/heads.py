@@ -24,14 +24,14 @@ from faircopy.model.base import Words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """What a head is, as its config.json says."""
+    """A draft head's configuration, as in its config.json."""
 
     method: str
     shape: BlockShape  # of its decoder layers
     vocab: int  # the target's
     depth: int  # the target's number of layers
     levels: int  # tokens it guesses ahead at most
-    target: str = ""  # the name it was trained under, and what tells that checkpoint from others
+    target: str = ""  # the name it was trained under, and what distinguishes that checkpoint from others
     fingerprint: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # the method's own
 
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What a head says at one level: [..., T, V], what it remembers, and the state its logits were made from."""
+    """A head's output at one level: logits [..., T, V], what it remembers, and the state its logits were made from."""
 
     logits: Tensor
     memory: Tensor
@@ -62,7 +62,7 @@ class Lesson:
 
 
 class Teaching(NamedTuple):
-    """What one level should have said, rows without a state before them left out."""
+    """What one level should predict; rows without a state before them are left out."""
 
     labels: Tensor  # [B, N] the text
     logits: Tensor  # [B, N, V] the target's
@@ -202,6 +202,6 @@ def known_rows(guess: Guess) -> Guess:
 
 
 def teaching_of(lesson: Lesson, level: int) -> Teaching:
-    """Row t at level j is about the token at t + 1 + j, which the target's row t + j says."""
+    """Row t at level j predicts the token at t + 1 + j, as the target's row t + j does."""
     rows = slice(1 + level, -1)
     return Teaching(lesson.tokens[:, 2 + level :], lesson.logits[:, rows], lesson.final[:, rows])

@@ -1,7 +1,7 @@
 """Attention of ragged queries over paged keys, in tiles whose shape depends on positions alone.
 
 Queries are cut into tiles at fixed positions, keys at fixed multiples of STEP: the row at position p is always computed
-as the same row of a tile of the same shape over the same number of keys, whoever else is in the batch. Keys beyond a
+as the same row of a tile of the same shape over the same number of keys, whatever else is in the batch. Keys beyond a
 row's own position are masked to minus infinity, so they add exact zeros.
 """
 

@@ -1,4 +1,4 @@
-"""Keys and values in pages, tokens packed end to end: nothing is padded, nothing is moved for a chain.
+"""Keys and values in pages, tokens packed end to end: no padding rows, and no keys are moved for a chain.
 
 A rejected node's keys stay where they are: the next write lands on top of them.
 """
@@ -41,9 +41,9 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self.scratch = (
-            tables.pool.pages * tables.page
-        )  # one page more than the pool knows; nobody's keys: zeros, or what empty seats wrote
+        # First slot of the scratch page for padding rows, which the pool does not know; its contents never affect a real
+        # sequence.
+        self.scratch = tables.pool.pages * tables.page
         kind = cache_dtype(dtype, device)
         shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._pools = [_pool(shape, kind, device, self.suite is not None) for shape in shapes]
@@ -149,7 +149,7 @@ class PagedLayout:
         )  # fmt: skip
 
     def watch(self, healthy: Tensor) -> None:
-        """A model that knows which rows are finite says so."""
+        """Note which rows of the pass are finite; for models that check it themselves."""
         self.healthy = healthy
 
     def advance(self, batch: Batch) -> None:

@@ -61,7 +61,7 @@ def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list
 
 
 def broken_rows(result: Result) -> list[bool]:
-    """Which rows of logits are not finite; one that no sequence comes to rely on harms nobody."""
+    """Which rows of logits are not finite; a row that no accepted path reaches changes nothing."""
     rows = result.logits.shape[0]
     if rows == 0 or bool(torch.isfinite(result.logits.sum())):
         return [False] * rows

@@ -20,7 +20,7 @@ from faircopy.verify.base import (
 
 
 class ExactVerifier:
-    """Chains and trees are one walk: follow the node that says what the target says, while there is one."""
+    """Chains and trees are one walk: step to the child whose token the target chose, while there is one."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
         broken, feeds = broken_rows(result), broken_feeds(result)

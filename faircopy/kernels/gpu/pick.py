@@ -48,7 +48,7 @@ def _scan(
     logits, temperatures, keys, values, tokens, V, stride, apart, chunks,
     STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of one chunk of one row; a chunk that is not finite says so."""
+    """The best of one chunk of one row; -1 for a chunk that is not finite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     begin(PDL)
@@ -88,7 +88,7 @@ def pick(
 ) -> Tensor:
     """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN where not finite.
 
-    vocab: only the first so many tokens count. Minus infinity is a way to exclude a token, unless `strict`.
+    vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
     temperatures, keys and out may be columns of tables, of one width.
     """
     rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])

@@ -1,4 +1,4 @@
-"""All kernels under one name, and their twins under another: who runs a model is handed one of the two."""
+"""All kernels as one suite, and their torch twins as another: layouts and captured steps are given one of the two."""
 
 from __future__ import annotations
 
