@@ -16,7 +16,7 @@ from faircopy.drafters.trees import OFFERED, Offer, Tree
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
-from faircopy.sampling import Row, adjusted, choose, probabilities
+from faircopy.sampling import SamplingRow, adjusted, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class HeadDrafter(Drafter):
 
     def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor) -> None:
         """Add one level to every tree, from the head's logits at its front."""
-        rows = [Row(growth.seq, growth.tree.path(node)) for growth, node in front]
+        rows = [SamplingRow(growth.seq, growth.tree.path(node)) for growth, node in front]
         offers: dict[_GrowingTree, list[Offer]] = {}
         for (growth, _), offer in zip(front, _offers(logits, rows), strict=True):
             offers.setdefault(growth, []).append(offer)
@@ -197,7 +197,7 @@ def _expanded(trees: list[Tree]) -> Draft:
     return Draft(tokens, parents)
 
 
-def _offers(logits: Tensor, rows: list[Row]) -> list[Offer]:
+def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
     """The best tokens of each row, or the one that the request's noise picks."""
     scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
     values, ids = torch.log_softmax(scores, -1).topk(min(OFFERED, logits.shape[-1]))

@@ -12,7 +12,7 @@ from faircopy.drafters.base import Drafter
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
-from faircopy.sampling import Row, choose, probabilities
+from faircopy.sampling import SamplingRow, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ModelDrafter(Drafter):
         """One more token for each chain."""
         if not places:
             return
-        rows = [Row(seq, draft.tokens[i]) for i, seq, _ in places]
+        rows = [SamplingRow(seq, draft.tokens[i]) for i, seq, _ in places]
         logits = self._fit(torch.stack([logits for _, _, logits in places]))
         tokens = choose(logits, rows)
         drawn_from = probabilities(logits, rows) if draft.sources is not None else None

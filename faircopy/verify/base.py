@@ -9,7 +9,7 @@ from torch import Tensor
 
 from faircopy.errors import NumericsError
 from faircopy.model.runner import Result
-from faircopy.sampling import Row, logprobs
+from faircopy.sampling import SamplingRow, logprobs
 from faircopy.types import Batch, Decision, Draft, Logprobs, Sequence, Verdict
 
 
@@ -19,11 +19,11 @@ class Verifier(Protocol):
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict: ...
 
 
-def node_rows(batch: Batch, draft: Draft, i: int) -> list[Row]:
+def node_rows(batch: Batch, draft: Draft, i: int) -> list[SamplingRow]:
     """Where tokens of sequence i are chosen: after its last token, and after each node."""
     seq, tokens = batch.seqs[i], draft.tokens[i]
     paths = [[tokens[n] for n in draft.path(i, node)] for node in range(len(tokens))]
-    return [Row(seq), *(Row(seq, path) for path in paths)]
+    return [SamplingRow(seq), *(SamplingRow(seq, path) for path in paths)]
 
 
 def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from faircopy.acceptance import accept_path
 from faircopy.model.runner import Result
-from faircopy.sampling import Row, choose
+from faircopy.sampling import SamplingRow, choose
 from faircopy.types import Batch, Decision, Draft, Verdict
 from faircopy.verify.base import (
     broken_feeds,
@@ -36,7 +36,7 @@ class ExactVerifier:
 
     def _choices(self, batch: Batch, draft: Draft, result: Result) -> list[list[int]]:
         """The target's token after each sequence's last token and after each of its nodes, in one call."""
-        rows: list[Row] = []
+        rows: list[SamplingRow] = []
         places: list[int] = []
         spans = []
         for i, span in enumerate(result.packed.rows):
