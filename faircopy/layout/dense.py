@@ -19,15 +19,15 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import finite_or_zero, node_depths, pad_last, wanted_rows
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 _PAD = -1  # the position of a column that holds nothing
 
 
-class RowTables(Tables):
+class RowTables(BlockTables):
     """Counts a rectangle in pages: a row per sequence, all as wide as the widest; no page is shared.
 
     A draft head has pages of its own beside it (`paged`), as many as the rectangle: no row is shorter than its text, so
@@ -37,7 +37,7 @@ class RowTables(Tables):
     def __init__(self, pool: PagePool, page: int) -> None:
         super().__init__(pool, page, reuse=False)
         self.layouts: list[DenseLayout] = []
-        self._beside: Tables | None = None
+        self._beside: BlockTables | None = None
         self._needs: dict[Sequence, int] = {}
         self._held = 0  # pages every row has
 
@@ -46,9 +46,9 @@ class RowTables(Tables):
         """Tokens that fit."""
         return self.pool.pages * self.page
 
-    def paged(self) -> Tables:
+    def paged(self) -> BlockTables:
         """Pages for the same sequences, held and given back with their rows."""
-        self._beside = Tables(PagePool(self.pool.pages), self.page, reuse=False)
+        self._beside = BlockTables(PagePool(self.pool.pages), self.page, reuse=False)
         return self._beside
 
     def open(self, seq: Sequence) -> int:
