@@ -8,11 +8,12 @@ shape for every call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from faircopy.kernels.available import gpu_module
 
 Product = Callable[[Tensor], Tensor]
 
@@ -26,8 +27,8 @@ _settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of th
 
 def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
     """x [M, K] -> [M, N] for this weight [N, K]; exact: a row's bits do not depend on M."""
-    if weight.device.type == "cuda" and (linear := _triton()) is not None:
-        return linear(weight, bias, exact)  # type: ignore[no-any-return]
+    if (kernels := gpu_module("linear", weight.device)) is not None:
+        return kernels.Linear(weight, bias, exact)  # type: ignore[no-any-return]
     if weight.device.type != "cpu":
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
     packed = _packed(weight, bias)
@@ -42,15 +43,6 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
     if least is None:
         return _blocks(weight, bias)
     return packed if least == 1 else _at_least(packed, least)
-
-
-def _triton() -> Any | None:
-    """The GPU's products, where Triton is installed."""
-    try:
-        from faircopy.kernels.gpu.linear import Linear
-    except ImportError:
-        return None
-    return Linear
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:

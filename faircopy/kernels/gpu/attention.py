@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options, power, processors
+from faircopy.kernels.gpu.launch import begin, options, power, processors, shared_memory
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
 PATH = 64  # nodes on one path of a tree at most
@@ -135,7 +135,7 @@ def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
 
 def block_length(dim: int) -> int:
     """Keys per block: part of the numbers' definition, so it depends on the head alone."""
-    return 128 if dim <= 128 else 64
+    return 128 if dim <= 128 else 64 if dim <= 256 else 32
 
 
 @triton.jit
@@ -347,13 +347,15 @@ def _run(
         plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, splits, plan.even,
         HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=block_length(d),
         PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
-        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given, **_launch(bm, splits),
-        **options(q.device),
+        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
+        **_launch(bm, block_length(d), power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
     )  # fmt: skip
 
 
-def _launch(bm: int, splits: int) -> dict[str, int]:
-    return {"num_warps": 4 if bm < 64 else 8, "num_stages": 3 if splits == 1 else 2}
+def _launch(bm: int, bn: int, line_bytes: int, splits: int, device: torch.device) -> dict[str, int]:
+    """Warps, and as many blocks of keys and values in flight as shared memory holds beside the queries."""
+    fitting = (shared_memory(device) - bm * line_bytes) // (2 * bn * line_bytes)
+    return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, 3 if splits == 1 else 2))}
 
 
 def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:
