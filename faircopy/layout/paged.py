@@ -198,7 +198,10 @@ class PagedLayout:
             row[: len(table)] = table
         blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))
         sent = torch.from_numpy(grid).to(self.device)
-        plans = {group: plan_pages(lanes, group, sent, self.tables.page, blocks) for _, group in self._kinds}
+        line_bytes = max(layer.head_dim for layer in self.layers) * self._pools[0].element_size()
+        plans = {
+            group: plan_pages(lanes, group, sent, self.tables.page, blocks, line_bytes) for _, group in self._kinds
+        }
         return {(window, group): plans[group] for window, group in self._kinds}
 
     def _page_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from faircopy.kernels.gpu.launch import begin, options, power, processors, shared_memory
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
+WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 PARTS_LIMIT = 256 << 20  # bytes of block results held outside registers at most
 END = 1 << 30
@@ -56,15 +57,17 @@ class PagePlan:
     tails: PagePlan | None = None  # tiles that go on where others have left their state
 
 
-def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    """Cut lanes into tiles of equal height, tails apart from the others."""
-    tails = [lane for lane in lanes if len(lane.path)]
-    plan = _cut([lane for lane in lanes if not len(lane.path)], group, tables, page, blocks)
-    return replace(plan, tails=_cut(tails, group, tables, page, blocks), even=0) if tails else plan
+def plan_pages(
+    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, line_bytes: int = 0
+) -> PagePlan:
+    """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
+    tails, most = [lane for lane in lanes if len(lane.path)], tile_height(group, line_bytes)
+    plan = _cut([lane for lane in lanes if not len(lane.path)], most, tables, page, blocks)
+    return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
 
 
-def _cut(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), tile_height(group))
+def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
+    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
     cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
     rows = np.full((len(cuts), height), -1, np.int32)
     paths = np.zeros((len(cuts), PATH), np.int32)
@@ -84,9 +87,10 @@ def _cut(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: i
     )  # fmt: skip
 
 
-def tile_height(group: int) -> int:
-    """Rows of a tile at most."""
-    return power(TOKENS // group + 1) // 2 or 1
+def tile_height(group: int, line_bytes: int = 0) -> int:
+    """Rows of a tile at most: fewer where a query head takes many bytes, so that keys fit beside the queries."""
+    tokens = TOKENS if line_bytes <= WIDE_LINE else TOKENS // 4
+    return power(tokens // group + 1) // 2 or 1
 
 
 def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
