@@ -66,7 +66,7 @@ class Space:
         """So many rows of every slot, wherever those tensors say; planned for all pages a sequence can have."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, _widest(layout))
+            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, *_widest(layout))
             for shape in layout.layers
         }
         return self.pack(rows, ids, positions, slots, plans)
@@ -76,17 +76,17 @@ class Space:
         paths = self.feed.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, _widest(layout))
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, *_widest(layout))
             for shape in layout.layers
         }
-        step_ = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
+        step_ = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)
         return PathRows(self, paths, plans, step_)
 
     def first_rows(self, bale: Bale, layout: PagedLayout, rows: int) -> Packed:
         """So many rows of a bale, from the first on; whose they are is known to the device alone."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): bale.plan(tables, self.page, reach, _widest(layout)) for shape in layout.layers
+            (shape.window, shape.group): bale.plan(tables, self.page, reach, *_widest(layout)) for shape in layout.layers
         }
         wanted = torch.arange(rows, device=bale.ids.device)
         return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
@@ -137,9 +137,9 @@ class PathRows:
         return space.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
 
 
-def _widest(layout: PagedLayout) -> int:
-    """The head size with the shortest, so the most, key blocks: layers share their plans."""
-    return max(shape.head_dim for shape in layout.layers)
+def _widest(layout: PagedLayout) -> tuple[int, int]:
+    """The head size with the shortest, so the most, key blocks, and its item size: layers share their plans."""
+    return max(shape.head_dim for shape in layout.layers), layout.itemsize
 
 
 @runtime_checkable

@@ -93,19 +93,21 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
     return power(tokens // group + 1) // 2 or 1
 
 
-def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
+def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
     """The same number of rows for each sequence, whatever their lengths will be: a plan that can be captured."""
-    blocks = -(-context // block_length(dim))
+    blocks = -(-context // block_length(dim, itemsize))
     height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
     ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
     return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
 
 
-def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int) -> PagePlan:
+def tree_plan(
+    paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
+) -> PagePlan:
     """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured and is aimed at every step."""
     (size, rows), device = paths.shape[:2], tables.device
-    blocks, height = -(-context // block_length(dim)), min(power(rows), tile_height(group))
+    blocks, height = -(-context // block_length(dim, itemsize)), min(power(rows), tile_height(group, dim * itemsize))
     tiles = -(-rows // height)
     own = torch.arange(size * rows, dtype=torch.int32, device=device).view(size, rows)
     shared = torch.nn.functional.pad(own, (0, tiles * height - rows), value=-1).view(size * tiles, height)
@@ -137,9 +139,12 @@ def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
     return count if tiles == regular else 0
 
 
-def block_length(dim: int) -> int:
-    """Keys per block: part of the numbers' definition, so it depends on the head alone."""
-    return 128 if dim <= 128 else 64 if dim <= 256 else 32
+def block_length(dim: int, itemsize: int = 2) -> int:
+    """Keys per block: part of the numbers' definition, so it depends on the head and its type alone.
+
+    32-bit products are made of single multiply-adds: large blocks of them take 10 s to compile and spill registers.
+    """
+    return 32 if itemsize > 2 or dim > 256 else 128 if dim <= 128 else 64
 
 
 @triton.jit
@@ -345,14 +350,14 @@ def _run(
     tiles, height = plan.rows.shape
     lines = rows * heads * plan.blocks if splits > 1 else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
-    bm = power(height * (heads // kv), 16)
+    bm, bn = power(height * (heads // kv), 16), block_length(d, q.element_size())
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, left, sums, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables,
         plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, splits, plan.even,
-        HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=block_length(d),
+        HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=bn,
         PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
         TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
-        **_launch(bm, block_length(d), power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
+        **_launch(bm, bn, power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
     )  # fmt: skip
 
 
