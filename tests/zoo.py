@@ -238,8 +238,10 @@ SOFTCAPPED = {"gemma2"}
 # Widths of real models: hidden, intermediate, heads, key-value heads, head size.
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "640": (640, 2048, 4, 1, 256),  # Gemma-3-270M
+    "1024": (1024, 3072, 16, 8, 128),  # Qwen3-0.6B
     "2048": (2048, 8192, 32, 8, 64),  # Llama-3.2-1B
     "2304": (2304, 9216, 8, 4, 256),  # Gemma-2-2B
+    "3584": (3584, 18944, 28, 4, 128),  # Qwen2.5-7B
     "4096": (4096, 12288, 32, 8, 128),  # Qwen3-8B
 }
 # What else is wider in a real model, wherever an architecture sets it.
