@@ -191,13 +191,12 @@ def text_tasks(args: argparse.Namespace) -> list[Callable[[], Row]]:
         about = {"folder": folder, "backend": backend or "auto", "device": args.device, "tokens": args.tokens}
         for dtype, ways in WAYS.items():
             for drafter, batch, temperature in ways:
-                share = {1: 8, 8: 4}.get(batch, 1) if drafter != "generate" else 8
-                size = -(-args.count // share)
-                for first in range(0, args.count, size):
-                    part = (first, min(first + size, args.count))
+                count, size = (args.alone, 25) if batch == 1 else (args.count, 200 if batch == 8 else args.count)
+                for first in range(0, count, size):
+                    part = (first, min(first + size, count))
                     way = {"dtype": dtype, "drafter": drafter, "batch": batch, "temperature": temperature}
                     tasks.append(partial(write_texts, args.prompts, part, {**about, **way}))
-    return sorted(tasks, key=lambda task: task.args[2]["batch"])
+    return sorted(tasks, key=lambda task: (-task.args[2]["batch"], task.args[2]["dtype"]))
 
 
 BOTH = [(drafter, batch, heat) for drafter in ("plain", "ngram") for batch in (1, 8, 32, 64) for heat in (0.0, 0.8)]
@@ -249,6 +248,7 @@ def stock_model(folder: str, dtype: str, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model.generation_config.eos_token_id = None  # texts go on behind an end token, as with ignore_eos
     return model.to(device).eval()
 
 
@@ -257,9 +257,9 @@ def generated(way: Row, prompts: list[list[int]]) -> list[list[int]]:
     model, texts = stock_model(way["folder"], way["dtype"], way["device"]), []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=way["device"])
-        size = {"max_new_tokens": way["tokens"], "min_new_tokens": way["tokens"]}
+        options = {"max_new_tokens": way["tokens"], "do_sample": False, "pad_token_id": 0}
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **size)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         texts.append(out[0, len(prompt) :].tolist())
     return texts
 
@@ -273,11 +273,13 @@ def texts_part(args: argparse.Namespace) -> Iterator[Row]:
         found.setdefault(way, {}).update(enumerate(row["texts"], row["part"][0]))
         seconds[way] = seconds.get(way, 0.0) + row["seconds"]
         print(f"{row['part']} of {way}: {row['seconds']:.1f} s", flush=True)
+        with Path(args.out).with_suffix(".jsonl").open("a") as file:  # a run that is cut short leaves what it had
+            file.write(json.dumps(row) + "\n")
     for way, texts in sorted(found.items(), key=str):
         folder, backend, dtype, temperature, drafter, batch = way
-        alone = ("plain", 1) if dtype == "bfloat16" else ("generate", 1) if not temperature else ("plain", 64)
+        alone = ("plain", 64) if batch == 1 or dtype == "float32" else ("plain", 8)
         reference = found[(*way[:4], *alone)]
-        same = sum(reference[n] == text for n, text in texts.items())
+        same = sum(reference.get(n) == text for n, text in texts.items())
         yield {
             "model": Path(folder).name, "backend": backend, "dtype": dtype, "drafter": drafter, "batch": batch,
             "temperature": temperature, "compared_with": f"{alone[0]}, batch {alone[1]}", "identical": same,
@@ -314,6 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--prompts", default="../shared/data/prompts/spec_bench.jsonl")
     parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--alone", type=int, default=100, help="prompts written one at a time")
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one")
     args = parser.parse_args(arguments)
