@@ -6,8 +6,8 @@ left of torch's own arithmetic. An operation that is not known to treat rows one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,114 +17,31 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Copies, look-ups and constants: no arithmetic.
-_MOVES = frozenset(
-    [
-        "_local_scalar_dense",
-        "_reshape_alias",
-        "_to_copy",
-        "_unsafe_view",
-        "alias",
-        "arange",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "contiguous",
-        "copy",
-        "copy_",
-        "detach",
-        "diagonal",
-        "embedding",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eye",
-        "fill",
-        "fill_",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_copy",
-        "index_copy_",
-        "index_select",
-        "item",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "masked_scatter",
-        "masked_select",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "nonzero",
-        "one_hot",
-        "ones",
-        "ones_like",
-        "pad",
-        "repeat",
-        "roll",
-        "scalar_tensor",
-        "scatter",
-        "scatter_",
-        "select_scatter",
-        "set_",
-        "slice_scatter",
-        "stack",
-        "take_along_dim",
-        "tril",
-        "triu",
-        "unbind",
-        "unfold",
-        "view",
-        "zero_",
-        "zeros",
-        "zeros_like",
-    ]
-)
+_MOVES = {
+    "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "arange", "cat", "clone",
+    "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "diagonal", "embedding", "empty", "empty_like",
+    "empty_strided", "eye", "fill", "fill_", "flip", "full", "full_like", "gather", "index", "index_copy",
+    "index_copy_", "index_select", "item", "lift_fresh", "lift_fresh_copy", "masked_scatter", "masked_select",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "one_hot", "ones", "ones_like",
+    "pad", "repeat", "roll", "scalar_tensor", "scatter", "scatter_", "select_scatter", "set_", "slice_scatter",
+    "stack", "take_along_dim", "tril", "triu", "unbind", "unfold", "view", "zero_", "zeros", "zeros_like",
+}  # fmt: skip
 # One result in any order, ties included.
-_ORDER_FREE = frozenset(
-    [
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "count_nonzero",
-        "equal",
-        "is_nonzero",
-        "isin",
-        "max",
-        "min",
-        "polar",
-    ]
-)
+_ORDER_FREE = {
+    "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "equal", "is_nonzero", "isin", "max", "min",
+    "polar",
+}  # fmt: skip
 # Adds to rows named by an index; mixtures of experts name each token once per expert, and visit experts in order.
-_ONE_ADDEND = frozenset(("index_add", "index_add_"))
+_ONE_ADDEND = {"index_add", "index_add_"}
 # A CPU thread computes whole rows of these in one order (LOG.md, "which CPU operations are row-invariant?").
-_CPU_ROWWISE = frozenset(
-    [
-        "_fused_rms_norm",
-        "_log_softmax",
-        "_softmax",
-        "bmm",
-        "cumsum",
-        "linalg_vector_norm",
-        "logsumexp",
-        "mean",
-        "native_layer_norm",
-        "rms_norm",
-        "sort",
-        "std",
-        "sum",
-        "topk",
-        "var",
-    ]
-)
+_CPU_ROWWISE = {
+    "_fused_rms_norm", "_log_softmax", "_softmax", "bmm", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
+    "native_layer_norm", "rms_norm", "sort", "std", "sum", "topk", "var",
+}  # fmt: skip
 # Pointwise on the CPU, and yet with a vector and a scalar path of different bits.
-_CPU_TWO_PATHS = frozenset(["gelu", "hardswish", "mish", "sigmoid", "sigmoid_", "silu", "silu_", "softplus"])
+_CPU_TWO_PATHS = {
+    "gelu", "hardswish", "mish", "sigmoid", "sigmoid_", "silu", "silu_", "softplus",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,49 +58,54 @@ class Operation:
         return f"{self.name}({sizes}) in {self.module or 'the model itself'}"
 
 
+class ModulePath:
+    """The path of the module that is running, while this context is in force."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._stack: list[str] = []
+        self._hooks = ExitStack()
+
+    def __str__(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def __enter__(self) -> ModulePath:
+        for path, module in self._model.named_modules():
+            self._hooks.enter_context(module.register_forward_pre_hook(self._entering(path)))
+            self._hooks.enter_context(module.register_forward_hook(self._leaving, always_call=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _entering(self, path: str) -> Any:
+        return lambda module, args: self._stack.append(path)
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+
 class OperationList(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the operations that run inside the context, each once per module."""
 
-    def __init__(self, model: nn.Module, device_type: str, ignoring: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, path: ModulePath, device_type: str, ignoring: Callable[[], bool] = lambda: False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._device_type, self._ignoring = model, device_type, ignoring
-        self._path: list[str] = []
+        self._path, self._device_type, self._ignoring = path, device_type, ignoring
         self._seen: dict[tuple[str, str], Operation] = {}
 
     @property
     def operations(self) -> list[Operation]:
         return list(self._seen.values())
 
-    @property
-    def suspects(self) -> list[Operation]:
-        """Operations whose result for a row may depend on the other rows."""
-        return [operation for operation in self._seen.values() if not operation.row_invariant]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        place = (str(func), self._path[-1] if self._path else "")
+        place = (str(func), str(self._path))
         if place not in self._seen and not self._ignoring():
             tensors = [a for a in args if isinstance(a, Tensor)]
             adds = len(args) > 3 and args[3] is True  # index_put's accumulate
             known = is_row_invariant(func, tensors, self._device_type, adds)
             self._seen[place] = Operation(*place, tuple(tuple(t.shape) for t in tensors), known)
         return out
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Collect, with the path of the module that is running."""
-        with ExitStack() as stack:
-            for path, module in self._model.named_modules():
-                stack.enter_context(module.register_forward_pre_hook(self._entering(path)))
-                stack.enter_context(module.register_forward_hook(self._leaving, always_call=True))
-            stack.enter_context(self)
-            yield
-
-    def _entering(self, path: str) -> Any:
-        return lambda module, args: self._path.append(path)
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._path.pop()
 
 
 def is_row_invariant(func: OpOverload, tensors: list[Tensor], device_type: str, accumulates: bool = False) -> bool:

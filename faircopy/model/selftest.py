@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,15 @@ def check_rows(model: Model) -> list[int]:
     return checked
 
 
+Takes = dict[Sequence, int]  # how many of its last rows each text gives to a pass
+
+
 @dataclass(slots=True)
 class _Reference:
-    """A text's last hidden states [L, hidden], and the logits of its last row run alone."""
+    """A text's last hidden states [L, hidden], the pass that made all but the last, and the last row's logits alone."""
 
     states: Tensor
+    takes: Takes
     logits: Tensor
 
 
@@ -78,10 +82,10 @@ class RowTrial:
 
     def __init__(self, model: Model, most: int) -> None:
         self._model = model
-        self._texts = [_text(n, model.vocab, n) for n in text_lengths(model, most)]
-        tables = Tables(PagePool(sum(-(-len(text) // _PAGE) for text in self._texts)), _PAGE, reuse=False)
+        texts = [_text(n, model.vocab, n) for n in text_lengths(model, most)]
+        tables = Tables(PagePool(sum(-(-len(text) // _PAGE) for text in texts)), _PAGE, reuse=False)
         self._layout = PagedLayout(tables, model.layers, model.dtype, model.device, True)
-        self._seqs = [_open(tables, text, len(text)) for text in self._texts]
+        self._seqs = [_open(tables, text, len(text)) for text in texts]
         self._references: dict[Sequence, _Reference] = {}
         self.compared = 0  # hidden states compared so far
 
@@ -90,18 +94,20 @@ class RowTrial:
         """What differs between rows alone and in one pass of `count` rows; None: no bit."""
         takes = self._takes(count)
         self._read([seq for seq in takes if seq not in self._references])
-        result, starts = self._run(takes)
+        result = self._run(takes)
         for i, (seq, taken) in enumerate(takes.items()):
-            known, rows = self._references[seq], slice(starts[i], starts[i] + taken)
+            known, begin = self._references[seq], _row(takes, seq, 0)
+            states, last = self._last(result)[begin : begin + taken], len(seq.tokens) - 1
             self.compared += taken
-            if not same_bits(result.logits[i], known.logits):
-                return f"the logits of {self._located(count, takes, seq)}"
-            if not same_bits(self._last(result)[rows], known.states[-taken:]):
-                return f"the last hidden state of {self._located(count, takes, seq)}"
+            if not same_bits(result.logits[i], known.logits) or not same_bits(states[-1], known.states[-1]):
+                return self._located(seq, last, {seq: 1}, takes)
+            for back in range(taken, 1, -1) if not same_bits(states, known.states[-taken:]) else ():
+                if not same_bits(states[-back], known.states[-back]):
+                    return self._located(seq, last + 1 - back, known.takes, takes)
         return None
 
-    def _takes(self, count: int) -> dict[Sequence, int]:
-        """How many of its last rows each text gives to a pass: one at least, from the shortest texts that suffice."""
+    def _takes(self, count: int) -> Takes:
+        """Rows from the shortest texts that suffice, one of each at least."""
         chosen: list[Sequence] = []
         for seq in self._seqs:
             if len(chosen) == count or (len(chosen) > 4 and sum(len(s.tokens) for s in chosen) >= count):
@@ -116,46 +122,55 @@ class RowTrial:
         return takes
 
     def _read(self, seqs: list[Sequence]) -> None:
-        """Cache new texts, then compute the last row of each alone."""
+        """Cache new texts in one pass, then compute the last row of each alone."""
         if not seqs:
             return
-        result, starts = self._run({seq: len(seq.tokens) for seq in seqs})
-        for i, seq in enumerate(seqs):
-            before = self._last(result)[starts[i] : starts[i] + len(seq.tokens) - 1]
-            alone, _ = self._run({seq: 1})
-            self._references[seq] = _Reference(torch.cat([before, self._last(alone)]), alone.logits[0])
+        takes = {seq: len(seq.tokens) for seq in seqs}
+        states = self._last(self._run(takes))
+        for seq in seqs:
+            begin = _row(takes, seq, 0)
+            alone = self._run({seq: 1})
+            known = torch.cat([states[begin : begin + len(seq.tokens) - 1], self._last(alone)])
+            self._references[seq] = _Reference(known, takes, alone.logits[0])
 
     def _last(self, result: Result) -> Tensor:
         """The last hidden states; some stock models show what leaves the last layer only."""
         return result.states[FINAL if FINAL in result.states else len(self._model.layers)]
 
-    def _run(self, takes: dict[Sequence, int], wants: tuple[int, ...] = ()) -> tuple[Result, list[int]]:
-        """One pass over the last rows of each text, and where each text's rows begin."""
-        wants = wants or (FINAL, len(self._model.layers))
+    def _run(self, takes: Takes, wants: tuple[int, ...] = ()) -> Result:
+        """One pass over the last rows of each text."""
         for seq, taken in takes.items():
             self._layout.settle(seq, len(seq.tokens) - taken)
         batch = Batch([*takes], [len(seq.tokens) for seq in takes], [0] * len(takes))
-        result = Runner(self._model, self._layout, wants).forward(batch, Draft.empty(len(takes)))
-        ends = torch.tensor([0, *takes.values()]).cumsum(0).tolist()
-        return result, ends[:-1]
+        wants = wants or (FINAL, len(self._model.layers))
+        return Runner(self._model, self._layout, wants).forward(batch, Draft.empty(len(takes)))
 
-    def _located(self, count: int, takes: dict[Sequence, int], seq: Sequence) -> str:
-        """The row, the layer and the operation that differ first, as far as they can be found."""
-        layer, operation = self._first(takes, seq)
-        place = f"row {len(seq.tokens)} of a text alone and in a pass of {count} rows differ in bits"
-        place += "" if layer is None else f", first in layer {layer}"
-        return place if operation is None else f"{place}, at {operation}"
+    def _located(self, seq: Sequence, position: int, one: Takes, other: Takes) -> str:
+        """Which row differs, and the layer and the operation that differ first, as far as they can be found."""
+        counts = sum(one.values()), sum(other.values())
+        layer, operation = self._first(seq, position, one, other)
+        found = f"row {position} of a text differs in bits between passes of {counts[0]} and {counts[1]} rows"
+        found += "" if layer is None else f", first in layer {layer}"
+        return found if operation is None else f"{found}, at {operation}"
 
-    def _first(self, takes: dict[Sequence, int], seq: Sequence) -> tuple[int | None, str | None]:
+    def _first(self, seq: Sequence, position: int, *passes: Takes) -> tuple[int | None, str | None]:
         wants = tuple(range(1, len(self._model.layers) + 1))
-        last = sum(takes[s] for s in [*takes][: [*takes].index(seq) + 1]) - 1
-        records = [RowRecording(1, 0), RowRecording(sum(takes.values()), last)]
-        states = []
-        for record, taken, row in ((records[0], {seq: 1}, 0), (records[1], takes, last)):
-            with record if isinstance(self._model, Universal) else nullcontext():
-                result, _ = self._run(taken, wants)
+        states, records = [], []
+        for takes in passes:
+            row = _row(takes, seq, position - (len(seq.tokens) - takes[seq]))
+            with ExitStack() as stack:
+                if isinstance(self._model, Universal):
+                    path = stack.enter_context(self._model.module_path)
+                    records.append(stack.enter_context(RowRecording(path, sum(takes.values()), row)))
+                result = self._run(takes, wants)
             states.append({layer: rows[row] for layer, rows in result.states.items()})
-        return first_layer(*states), first_operation(*records)
+        return first_layer(*states), first_operation(*records) if records else None
+
+
+def _row(takes: Takes, seq: Sequence, row: int) -> int:
+    """Where a text's row is among all rows of a pass."""
+    before = [*takes][: [*takes].index(seq)]
+    return sum(takes[other] for other in before) + row
 
 
 def text_lengths(model: Model, most: int) -> list[int]:

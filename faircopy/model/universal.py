@@ -20,7 +20,7 @@ from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.model.base import Taps, Words
 from faircopy.model.hidden import stock_words, tapping
 from faircopy.model.invariant import RowInvariant
-from faircopy.model.operations import Operation, OperationList
+from faircopy.model.operations import ModulePath, Operation, OperationList
 
 ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
 REMEDY = "serve it with transformers' own generate(), or choose another model"
@@ -110,19 +110,25 @@ class Universal:
                 logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
         return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
 
-    def operations(self) -> list[Operation]:
-        """The ATen operations of a forward over one token, attention left out, with the replacements in force."""
+    def operations(self, device_type: str) -> list[Operation]:
+        """The ATen operations of a forward over one token, attention left out, by the rules of a kind of device."""
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         mode = self._mode
-        found = OperationList(self._model, self.device.type, lambda: mode is not None and mode.replacing)
+        path = self.module_path
+        found = OperationList(path, device_type, lambda: mode is not None and mode.replacing)
         with _running(_Probe()), mode or contextlib.nullcontext():
             self._call(zero, zero, zero)  # packs the weights
-        with _running(_Probe()), mode or contextlib.nullcontext(), found.listening():
+        with _running(_Probe()), mode or contextlib.nullcontext(), path, found:
             self._call(zero, zero, zero)
         return found.operations
 
+    @property
+    def module_path(self) -> ModulePath:
+        """A context that knows which module is running."""
+        return ModulePath(self._model)
+
     def _check_operations(self) -> None:
-        suspects = [operation for operation in self.operations() if not operation.row_invariant]
+        suspects = [operation for operation in self.operations(self.device.type) if not operation.row_invariant]
         if suspects:
             raise UnsupportedModel(
                 "model",

@@ -86,7 +86,8 @@ class Space:
         """So many rows of a bale, from the first on; whose they are is known to the device alone."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): bale.plan(tables, self.page, reach, *_widest(layout)) for shape in layout.layers
+            (shape.window, shape.group): bale.plan(tables, self.page, reach, *_widest(layout))
+            for shape in layout.layers
         }
         wanted = torch.arange(rows, device=bale.ids.device)
         return Packed(bale.ids[:rows], bale.positions[:rows], bale.slots[:rows], plans, wanted, [], [], [])
