@@ -2,6 +2,7 @@
 
     python -m benchmarks.invariance rows --out FILE [--device cuda] [--sizes 640 1024 ...] [--workers 8]
     python -m benchmarks.invariance operations --out FILE
+    python -m benchmarks.invariance table --results FILE ...
     python -m benchmarks.invariance texts --out FILE --models DIR[=backend] ... --prompts spec_bench.jsonl
 
 `rows` compares rows alone with the same rows in passes of 2 to 700 rows (`faircopy.model.selftest`) for every
@@ -287,6 +288,25 @@ def texts_part(args: argparse.Namespace) -> Iterator[Row]:
         }  # fmt: skip
 
 
+# table: what the result files prove, for docs/exactness.md
+
+
+def table_part(args: argparse.Namespace) -> Iterator[Row]:
+    """Markdown: hidden sizes at which no bit differed, by architecture, backend, device and type."""
+    cells: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    for file in args.results:
+        for row in json.loads(Path(file).read_text())["rows"]:
+            found = cells.setdefault((row["model"], row["backend"]), {})
+            text = row["size"] if row["verdict"] == "proven" else f"{row['size']}: {row['verdict']}"
+            found.setdefault((row["device"], row["dtype"]), []).append(text)
+    columns = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16")]
+    print("| architecture | backend | CPU float32 | CPU bfloat16 | GPU float32 | GPU bfloat16 |\n|" + "---|" * 6)
+    for (model, backend), found in sorted(cells.items()):
+        proofs = [", ".join(sorted(found.get(column, []), key=len)) for column in columns]
+        print(f"| {model} | {backend} | " + " | ".join(proofs) + " |")
+    yield {"architectures": len({model for model, _ in cells}), "rows": sum(map(len, cells.values()))}
+
+
 # all parts
 
 
@@ -300,13 +320,13 @@ def in_parallel(workers: int, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
             yield done.result()
 
 
-PARTS = {"rows": rows_part, "operations": operations_part, "texts": texts_part}
+PARTS = {"rows": rows_part, "operations": operations_part, "texts": texts_part, "table": table_part}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", default="/dev/null")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
@@ -314,6 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--models", nargs="+", default=[], help="folders, each with =transformers to force that backend"
     )
+    parser.add_argument("--results", nargs="+", default=[], help="files that `rows` wrote")
     parser.add_argument("--prompts", default="../shared/data/prompts/spec_bench.jsonl")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--alone", type=int, default=100, help="prompts written one at a time")
