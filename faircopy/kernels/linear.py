@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.kernels.available import gpu_module
+from faircopy.kernels.memory import use_huge_pages
 
 Product = Callable[[Tensor], Tensor]
 
 BLOCK = 8  # rows per block of the last way
-_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 300)  # row counts tried
+_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 320, 700)  # row counts tried
 _WIDEST = 4096  # outputs in a trial at most: the order of summation is a matter of the inner dimension
 _LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
+_FASTEST = 4  # oneDNN takes 1.2 to 1.4 times as long for one or two rows as for four (LOG.md)
 
 _settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of the packed product; None: unusable
 
@@ -42,13 +44,14 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
     least = _settled[kind]
     if least is None:
         return _blocks(weight, bias)
-    return packed if least == 1 else _at_least(packed, least)
+    return _at_least(packed, max(least, _FASTEST))
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:
     """oneDNN's product over a weight stored in its own order, if this CPU and type have one."""
     try:
         stored = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        use_huge_pages(torch.ops.mkldnn.data_ptr(stored), torch.ops.mkldnn._nbytes(stored))
         run = torch.ops.mkldnn._linear_pointwise
         run(weight.new_zeros(1, weight.shape[1]), stored, bias, "none", [], "")
     except (RuntimeError, AttributeError):
