@@ -12,7 +12,7 @@ ROOT = Path(faircopy.__file__).parent
 # Lowest first. A module may import from its own room and from lower ones; rooms on one level do not know each other.
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"types", "rng", "config", "meter", "text", "html"},
+    {"types", "rng", "config", "meter", "text", "html", "cache"},
     {"kernels"},
     {"layout", "sampling"},
     {"model"},

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.cache import KeptTable, cpu_kind
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.memory import use_huge_pages
 
@@ -24,7 +25,8 @@ _WIDEST = 4096  # outputs in a trial at most: the order of summation is a matter
 _LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
 _FASTEST = 4  # oneDNN takes 1.2 to 1.4 times as long for one or two rows as for four (LOG.md)
 
-_settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of the packed product; None: unusable
+_UNUSABLE = 0
+_settled = KeptTable("cpu-products")  # by processor and shape: least rows of the packed product
 
 
 def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
@@ -38,13 +40,21 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
     if not exact:
         return packed
-    kind = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
-    if kind not in _settled:
-        _settled[kind] = _least_rows(*_trial(weight, bias))
-    least = _settled[kind]
-    if least is None:
+    least = _settled_rows(weight, bias)
+    if least == _UNUSABLE:
         return _blocks(weight, bias)
     return _at_least(packed, max(least, _FASTEST))
+
+
+def _settled_rows(weight: Tensor, bias: Tensor | None) -> int:
+    """The least number of rows of this shape's packed product; found by a trial once per machine."""
+    shape = f"{'x'.join(map(str, weight.shape))} {weight.dtype} bias={bias is not None}"
+    key = f"{cpu_kind()} threads={torch.get_num_threads()} {shape} rows={_COMPANIES[-1]}"
+    known = _settled.get(key)
+    if known is None:
+        known = _least_rows(*_trial(weight, bias)) or _UNUSABLE
+        _settled.put(key, known)
+    return int(known)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:
