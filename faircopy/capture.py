@@ -125,7 +125,7 @@ class GraphState:
         """`rows` rows of every batch slot, read from these tensors; planned for all pages a sequence can have."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, _widest(layout))
+            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, *_widest(layout))
             for shape in layout.layers
         }
         return self.pack(rows, ids, positions, slots, plans)
@@ -135,17 +135,17 @@ class GraphState:
         paths = self.inputs.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, _widest(layout))
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, *_widest(layout))
             for shape in layout.layers
         }
-        block = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
+        block = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)
         return PathRows(self, paths, plans, block)
 
     def first_rows(self, packed_rows: PackedRows, layout: PagedLayout, rows: int) -> Packed:
         """The first `rows` packed rows; which sequence each belongs to is known on the device alone."""
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): packed_rows.plan(tables, self.page, reach, _widest(layout))
+            (shape.window, shape.group): packed_rows.plan(tables, self.page, reach, *_widest(layout))
             for shape in layout.layers
         }
         wanted = torch.arange(rows, device=packed_rows.ids.device)
@@ -200,6 +200,9 @@ class PathRows:
         return graph.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
 
 
-def _widest(layout: PagedLayout) -> int:
-    """The largest head size; it has the shortest key blocks, so the most of them. Layers share their plans."""
-    return max(shape.head_dim for shape in layout.layers)
+def _widest(layout: PagedLayout) -> tuple[int, int]:
+    """The largest head size, which has the shortest key blocks, so the most of them, and the bytes of a number.
+
+    Layers share their plans.
+    """
+    return max(shape.head_dim for shape in layout.layers), layout.itemsize

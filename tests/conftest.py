@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+os.environ["FAIRCOPY_CACHE"] = ""  # tests measure for themselves, whatever this machine has kept
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not find out by waiting
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two processes on two cores: threads that spin stop the others
 

@@ -194,7 +194,7 @@ def test_float16_is_served_in_chunks_too(checkpoint: Callable[..., str]) -> None
 
 def test_one_weight_used_both_ways_has_two_products() -> None:
     weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(3, 8)
-    with torch.no_grad(), RowInvariant():
+    with torch.no_grad(), RowInvariant(CPU):
         there, back = torch.nn.functional.linear(x, weight), x @ weight
     assert torch.allclose(there, x @ weight.t(), atol=1e-5)
     assert torch.allclose(back, x @ weight, atol=1e-5)

@@ -33,7 +33,7 @@ def fused(folder: str) -> Fused:
     """A checkpoint in the GPU's decoder, with torch's own products."""
     config, cpu = loader.load_config(Path(folder)), torch.device("cpu")
     tensors = loader._Tensors(Path(folder), torch.float32, cpu)
-    spec, size = decoder_spec(config, *loader._rope(config)), config.vocab_size
+    spec, size = decoder_spec(config, *loader.rope_frequencies(config)), config.vocab_size
     return Fused(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False, config.hidden_act)
 
 

@@ -235,11 +235,75 @@ UNSUPPORTED: Table = {
 SOFTCAPPED = {"gemma2"}
 
 
-def _config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
+# Widths of real models: hidden, intermediate, heads, key-value heads, head size.
+SIZES: dict[str, tuple[int, int, int, int, int]] = {
+    "640": (640, 2048, 4, 1, 256),  # Gemma-3-270M
+    "1024": (1024, 3072, 16, 8, 128),  # Qwen3-0.6B
+    "2048": (2048, 8192, 32, 8, 64),  # Llama-3.2-1B
+    "2304": (2304, 9216, 8, 4, 256),  # Gemma-2-2B
+    "3584": (3584, 18944, 28, 4, 128),  # Qwen2.5-7B
+    "4096": (4096, 12288, 32, 8, 128),  # Qwen3-8B
+}
+# What else is wider in a real model, wherever an architecture sets it.
+_WIDE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "sliding_window": 512,
+    "moe_intermediate_size": 768,
+    "shared_expert_intermediate_size": 1408,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size_per_layer_input": 32000,
+    "hidden_size_per_layer_input": 256,
+    "global_head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "dim_model_base": 256,
+}
+
+
+def _config(model_type: str, overrides: dict[str, Any], base: dict[str, Any] = BASE) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     known = config_class().to_dict().keys() | config_class.attribute_map.keys()
-    shared = {key: value for key, value in BASE.items() if key in known}
+    shared = {key: value for key, value in base.items() if key in known}
     return config_class(**{**shared, **deepcopy(overrides)})
+
+
+def wide_config(name: str, size: str) -> PreTrainedConfig:
+    """The configuration `name` of ZOO at the widths of a real model, with as many layers as before."""
+    model_type, overrides = SUPPORTED[name]
+    hidden, intermediate, heads, kv_heads, head_dim = SIZES[size]
+    latent = "kv_lora_rank" in overrides  # every head has keys of its own, and head_dim is the rotary part
+    widths = {
+        **_WIDE,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "n_inner": intermediate,
+        "ffn_dim": intermediate,
+        "word_embed_proj_dim": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if latent else kv_heads,
+        "head_dim": _WIDE["qk_rope_head_dim"] if latent else head_dim,
+    }
+    base = {key: widths.get(key, value) for key, value in BASE.items()}
+    wider = {key: value if value is None else widths.get(key, value) for key, value in overrides.items()}
+    return _config(model_type, wider, base)
+
+
+def build_wide(name: str, size: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model of `wide_config`, its weights drawn on the device so that activations keep their scale."""
+    options = {"attn_implementation": "eager"} if name in SOFTCAPPED else {}
+    with torch.device(device), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(wide_config(name, size), dtype=dtype, **options)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
 
 
 def _builders(table: Table) -> dict[str, Callable[[], PreTrainedConfig]]:

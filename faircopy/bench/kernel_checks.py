@@ -156,7 +156,7 @@ def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 
         rows = range(row, row + count)
         if tree and seq == 1:  # nodes 0 1 2 3 4 5 with parents - 0 0 1 2 -
             positions += [length + depth for depth in (0, 1, 1, 2, 2, 0)]
-            block, n = length // attention.block_length(dim), [*rows]
+            block, n = length // attention.block_length(dim, dtype.itemsize), [*rows]
             lanes.append(attention.PageLane(seq, n, 0, block))
             for fresh, path in (((0, 1, 3), (0, 1, 3)), ((2, 4), (0, 2, 4)), ((5,), (5,))):
                 lanes.append(attention.PageLane(seq, [n[i] for i in fresh], block, attention.END, length, path))

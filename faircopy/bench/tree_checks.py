@@ -98,8 +98,9 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     paths = torch.zeros(size, rows, attention.PATH, dtype=torch.int32, device=device)
     for row, route in enumerate(routes):
         paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
-    plan = attention.tree_plan(paths, tables, page, 12 * page, group, dim)
-    attention.set_base(plan, torch.tensor(lengths, dtype=torch.int32, device=device), attention.block_length(dim))
+    plan = attention.tree_plan(paths, tables, page, 12 * page, group, dim, dtype.itemsize)
+    bases = torch.tensor(lengths, dtype=torch.int32, device=device)
+    attention.set_base(plan, bases, attention.block_length(dim, dtype.itemsize))
     where = [n - 1 + len(route) for n in lengths for route in routes]
     out = _attend(q, pools, torch.tensor(where, dtype=torch.int32, device=device), plan, device)
     wrong = 0

@@ -8,26 +8,31 @@ shape for every call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.cache import KeptTable, cpu_kind
+from faircopy.kernels.available import gpu_module
+from faircopy.kernels.memory import use_huge_pages
+
 Product = Callable[[Tensor], Tensor]
 
 BLOCK = 8  # rows per block of the last way
-_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 300)  # row counts tried
+_COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 320, 700)  # row counts tried
 _WIDEST = 4096  # outputs in a trial at most: the order of summation is a matter of the inner dimension
 _LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
+_FASTEST = 4  # oneDNN takes 1.2 to 1.4 times as long for one or two rows as for four (LOG.md)
 
-_settled: dict[tuple[object, ...], int | None] = {}  # shape -> least rows of the packed product; None: unusable
+_UNUSABLE = 0
+_settled = KeptTable("cpu-products")  # by processor and shape: least rows of the packed product
 
 
 def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
     """x [M, K] -> [M, N] for this weight [N, K]; exact: a row's bits do not depend on M."""
-    if weight.device.type == "cuda" and (linear := _triton()) is not None:
-        return linear(weight, bias, exact)  # type: ignore[no-any-return]
+    if (kernels := gpu_module("linear", weight.device)) is not None:
+        return kernels.Linear(weight, bias, exact)  # type: ignore[no-any-return]
     if weight.device.type != "cpu":
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
     packed = _packed(weight, bias)
@@ -35,28 +40,28 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
     if not exact:
         return packed
-    kind = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
-    if kind not in _settled:
-        _settled[kind] = _least_rows(*_trial(weight, bias))
-    least = _settled[kind]
-    if least is None:
+    least = _settled_rows(weight, bias)
+    if least == _UNUSABLE:
         return _blocks(weight, bias)
-    return packed if least == 1 else _at_least(packed, least)
+    return _at_least(packed, max(least, _FASTEST))
 
 
-def _triton() -> Any | None:
-    """The GPU's products, where Triton is installed."""
-    try:
-        from faircopy.kernels.gpu.linear import Linear
-    except ImportError:
-        return None
-    return Linear
+def _settled_rows(weight: Tensor, bias: Tensor | None) -> int:
+    """The least number of rows of this shape's packed product; found by a trial once per machine."""
+    shape = f"{'x'.join(map(str, weight.shape))} {weight.dtype} bias={bias is not None}"
+    key = f"{cpu_kind()} threads={torch.get_num_threads()} {shape} rows={_COMPANIES[-1]}"
+    known = _settled.get(key)
+    if known is None:
+        known = _least_rows(*_trial(weight, bias)) or _UNUSABLE
+        _settled.put(key, known)
+    return int(known)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product | None:
     """oneDNN's product over a weight stored in its own order, if this CPU and type have one."""
     try:
         stored = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        use_huge_pages(torch.ops.mkldnn.data_ptr(stored), torch.ops.mkldnn._nbytes(stored))
         run = torch.ops.mkldnn._linear_pointwise
         run(weight.new_zeros(1, weight.shape[1]), stored, bias, "none", [], "")
     except (RuntimeError, AttributeError):

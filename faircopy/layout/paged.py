@@ -43,9 +43,9 @@ class PagedLayout:
         self.healthy: Tensor | None = None
         # First slot of the scratch page for padding rows; its contents never affect a real sequence.
         self.scratch = tables.pool.pages * tables.page
-        kind = cache_dtype(dtype, device)
+        self._dtype = cache_dtype(dtype, device)
         shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
-        self._pools = [_pool(shape, kind, device, self.suite is not None) for shape in shapes]
+        self._pools = [_pool(shape, self._dtype, device, self.suite is not None) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
         self._nodes: dict[Sequence, int] = {}  # how many draft nodes lie behind the tokens
@@ -126,6 +126,11 @@ class PagedLayout:
             out = attend(query, pool, packed.plans[shape.window, shape.group], scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored number."""
+        return self._dtype.itemsize
+
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, D] of a layer."""
         keys, values = self._pools[layer].unbind(1)
@@ -195,9 +200,13 @@ class PagedLayout:
         grid = np.full((len(tables), max(map(len, tables))), self.scratch // self.tables.page, np.int32)
         for row, table in zip(grid, tables, strict=True):
             row[: len(table)] = table
-        blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))
+        shortest = min(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
+        blocks = -(-grid.shape[1] * self.tables.page // shortest)
         sent = torch.from_numpy(grid).to(self.device)
-        plans = {group: plan_pages(lanes, group, sent, self.tables.page, blocks) for _, group in self._kinds}
+        line_bytes = max(layer.head_dim for layer in self.layers) * self.itemsize
+        plans = {
+            group: plan_pages(lanes, group, sent, self.tables.page, blocks, line_bytes) for _, group in self._kinds
+        }
         return {(window, group): plans[group] for window, group in self._kinds}
 
     def _page_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:
@@ -206,7 +215,7 @@ class PagedLayout:
 
         if draft.is_chain(i) or not live:
             return [PageLane(i, range(row, row + fed + len(live)))] if fed + len(live) else []
-        block = base // max(block_length(layer.head_dim) for layer in self.layers)
+        block = base // max(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
         nodes = range(row + fed, row + fed + len(live))
         lanes = [PageLane(i, range(row, row + fed))] if fed else []
         lanes += [PageLane(i, nodes, 0, block)] if block else []

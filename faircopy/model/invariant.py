@@ -1,4 +1,4 @@
-"""Row-invariant twins for the operations of untouched modules, in force only while one of our models runs."""
+"""Row-invariant replacements for the operations of transformers' modules, in force while one of our models runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from torch.overrides import TorchFunctionMode
 
 from faircopy.kernels import activation
 from faircopy.kernels.linear import Product, product
+from faircopy.model.fixed_order import PRODUCTS, REDUCTIONS, WIDE_SUMS, Replacement
 
 
 class RowInvariant(TorchFunctionMode):
-    """Inside this context, products with a model's weights and the activations with two paths are replaced by twins.
+    """Inside this context, torch functions whose result for a row may depend on the other rows are replaced.
 
-    A weight's product is packed when it is first met. Nothing outside the context changes.
+    Products with the model's weights are packed when a weight is first met. Which other functions are replaced depends
+    on the device: CPU activations have a vector and a scalar path, CUDA reductions choose their order by the number of
+    rows. Nothing outside the context changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._replacements = _replacements(device)
         self._products: dict[tuple[Any, ...], Product] = {}
+        self.replacing = False  # whether one of the replacements is running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        twin = _TWINS.get(func)
-        return func(*args, **(kwargs or {})) if twin is None else twin(self, *args, **(kwargs or {}))
+        weighted, fixed = _WEIGHTED.get(func), self._replacements.get(func)
+        if weighted is None and fixed is None:
+            return func(*args, **(kwargs or {}))
+        self.replacing = True
+        try:
+            return weighted(self, *args, **(kwargs or {})) if weighted else fixed(*args, **(kwargs or {}))  # type: ignore[misc]
+        finally:
+            self.replacing = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         run = self._product(weight, bias, transposed=False)
@@ -34,14 +45,19 @@ class RowInvariant(TorchFunctionMode):
 
     def addmm(self, bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
         if options or not _is_weight(weight):
-            return torch.addmm(bias, x, weight, **options)
+            return self._other(torch.addmm, bias, x, weight, **options)
         return self._product(weight, bias, transposed=True)(x)
 
     def matmul(self, x: Tensor, other: Tensor) -> Tensor:
         if other.dim() != 2 or not _is_weight(other):
-            return torch.matmul(x, other)
+            return self._other(torch.matmul, x, other)
         run = self._product(other, None, transposed=True)
         return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], other.shape[1])
+
+    def _other(self, func: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        """A product without a weight."""
+        run: Replacement = self._replacements.get(func, func)
+        return run(*args, **options)  # type: ignore[no-any-return]
 
     def _product(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Product:
         if not _is_weight(weight):  # made anew in every forward: not to be remembered
@@ -62,28 +78,38 @@ def _is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def _plain(twin: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda mode, x, *args, **kwargs: twin(x)
+def _replacements(device: torch.device) -> dict[Any, Replacement]:
+    return CPU_ACTIVATIONS | WIDE_SUMS if device.type == "cpu" else PRODUCTS | REDUCTIONS
 
 
-def _gelu(mode: RowInvariant, x: Tensor, approximate: str = "none") -> Tensor:
+def _of_one(fixed: Callable[[Tensor], Tensor]) -> Replacement:
+    return lambda x, *args, **kwargs: fixed(x)
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return activation.gelu_tanh(x) if approximate == "tanh" else activation.gelu(x)
 
 
-def _softplus(mode: RowInvariant, x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return activation.softplus(x) if beta == 1.0 else F.softplus(x, beta, threshold)
 
 
-_TWINS: dict[Any, Callable[..., Any]] = {
+# Functions that may multiply by one of the model's weights.
+_WEIGHTED: dict[Any, Callable[..., Tensor]] = {
     F.linear: RowInvariant.linear,
     torch.addmm: RowInvariant.addmm,
+    torch.mm: RowInvariant.matmul,
+    Tensor.mm: RowInvariant.matmul,
     torch.matmul: RowInvariant.matmul,
     Tensor.matmul: RowInvariant.matmul,
     Tensor.__matmul__: RowInvariant.matmul,
-    F.silu: _plain(activation.silu),
-    torch.sigmoid: _plain(activation.sigmoid),
-    Tensor.sigmoid: _plain(activation.sigmoid),
-    F.sigmoid: _plain(activation.sigmoid),
+}
+
+CPU_ACTIVATIONS: dict[Any, Replacement] = {
+    F.silu: _of_one(activation.silu),
+    torch.sigmoid: _of_one(activation.sigmoid),
+    Tensor.sigmoid: _of_one(activation.sigmoid),
+    F.sigmoid: _of_one(activation.sigmoid),
     F.gelu: _gelu,
     F.softplus: _softplus,
 }

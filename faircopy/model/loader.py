@@ -86,7 +86,7 @@ def fits_decoder(config: Any) -> bool:
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     tensors = _Tensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    return build_decoder(name, config, _rope(config), tensors, dtype, device, exact)
+    return build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
 
 
 def build_decoder(
@@ -131,7 +131,7 @@ def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
             raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
 
 
-def _rope(config: Any) -> tuple[Tensor, float]:
+def rope_frequencies(config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies and scaling factor of a configuration's rope."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -20,6 +20,7 @@ from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.model.base import Taps, Words
 from faircopy.model.hidden import stock_words, tapping
 from faircopy.model.invariant import RowInvariant
+from faircopy.model.operations import ModulePath, Operation, OperationList
 
 ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
 REMEDY = "serve it with transformers' own generate(), or choose another model"
@@ -68,10 +69,12 @@ class Universal:
         self.name, self.vocab, self.context = name, int(config.vocab_size), context_length(config)
         self.dtype, self.device = model.dtype, model.device
         self._model = model
-        self._mode = RowInvariant() if exact and self.device.type == "cpu" else None
+        self._mode = RowInvariant(self.device) if exact else None
         _switch(name, model, ATTENTION)
         probe = self._probe(config.num_hidden_layers)
         self.layers, self._layers = probe.shapes, probe.layers
+        if self._mode is not None:
+            self._check_operations()
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
@@ -106,6 +109,33 @@ class Universal:
                     raise
                 logits = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
         return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+    def operations(self, device_type: str) -> list[Operation]:
+        """The ATen operations of a forward over one token, attention left out, by the rules of a kind of device."""
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        mode = self._mode
+        path = self.module_path
+        found = OperationList(path, device_type, lambda: mode is not None and mode.replacing)
+        with _running(_Probe()), mode or contextlib.nullcontext():
+            self._call(zero, zero, zero)  # packs the weights
+        with _running(_Probe()), mode or contextlib.nullcontext(), path, found:
+            self._call(zero, zero, zero)
+        return found.operations
+
+    @property
+    def module_path(self) -> ModulePath:
+        """A context that knows which module is running."""
+        return ModulePath(self._model)
+
+    def _check_operations(self) -> None:
+        suspects = [operation for operation in self.operations(self.device.type) if not operation.row_invariant]
+        if suspects:
+            raise UnsupportedModel(
+                "model",
+                self.name,
+                f"{suspects[0]} is not known to treat rows one by one on {self.device.type}",
+                "pass exact=False to serve it without the promise",
+            )
 
     def _probe(self, layers: int) -> _Probe:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options, power, processors
+from faircopy.kernels.gpu.launch import begin, options, power, processors, shared_memory
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
+WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 PARTS_LIMIT = 256 << 20  # bytes of block results held outside registers at most
 END = 1 << 30
@@ -56,15 +57,17 @@ class PagePlan:
     tails: PagePlan | None = None  # tiles that go on where others have left their state
 
 
-def plan_pages(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    """Cut lanes into tiles of equal height, tails apart from the others."""
-    tails = [lane for lane in lanes if len(lane.path)]
-    plan = _cut([lane for lane in lanes if not len(lane.path)], group, tables, page, blocks)
-    return replace(plan, tails=_cut(tails, group, tables, page, blocks), even=0) if tails else plan
+def plan_pages(
+    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, line_bytes: int = 0
+) -> PagePlan:
+    """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
+    tails, most = [lane for lane in lanes if len(lane.path)], tile_height(group, line_bytes)
+    plan = _cut([lane for lane in lanes if not len(lane.path)], most, tables, page, blocks)
+    return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
 
 
-def _cut(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), tile_height(group))
+def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
+    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
     cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
     rows = np.full((len(cuts), height), -1, np.int32)
     paths = np.zeros((len(cuts), PATH), np.int32)
@@ -84,24 +87,27 @@ def _cut(lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: i
     )  # fmt: skip
 
 
-def tile_height(group: int) -> int:
-    """Rows of a tile at most."""
-    return power(TOKENS // group + 1) // 2 or 1
+def tile_height(group: int, line_bytes: int = 0) -> int:
+    """Rows of a tile at most: fewer where a query head takes many bytes, so that keys fit beside the queries."""
+    tokens = TOKENS if line_bytes <= WIDE_LINE else TOKENS // 4
+    return power(tokens // group + 1) // 2 or 1
 
 
-def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
+def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
     """The same number of rows for each sequence, whatever their lengths will be: a plan that can be captured."""
-    blocks = -(-context // block_length(dim))
+    blocks = -(-context // block_length(dim, itemsize))
     height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
     ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
     return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
 
 
-def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int) -> PagePlan:
+def tree_plan(
+    paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
+) -> PagePlan:
     """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured; see set_base."""
     (size, rows), device = paths.shape[:2], tables.device
-    blocks, height = -(-context // block_length(dim)), min(power(rows), tile_height(group))
+    blocks, height = -(-context // block_length(dim, itemsize)), min(power(rows), tile_height(group, dim * itemsize))
     tiles = -(-rows // height)
     own = torch.arange(size * rows, dtype=torch.int32, device=device).view(size, rows)
     shared = torch.nn.functional.pad(own, (0, tiles * height - rows), value=-1).view(size * tiles, height)
@@ -133,9 +139,12 @@ def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
     return count if tiles == regular else 0
 
 
-def block_length(dim: int) -> int:
-    """Keys per block: part of the numbers' definition, so it depends on the head alone."""
-    return 128 if dim <= 128 else 64
+def block_length(dim: int, itemsize: int = 2) -> int:
+    """Keys per block: part of the numbers' definition, so it depends on the head and its type alone.
+
+    32-bit products are made of single multiply-adds: large blocks of them take 10 s to compile and spill registers.
+    """
+    return 32 if itemsize > 2 or dim > 256 else 128 if dim <= 128 else 64
 
 
 @triton.jit
@@ -341,19 +350,21 @@ def _run(
     tiles, height = plan.rows.shape
     lines = rows * heads * plan.blocks if splits > 1 else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
-    bm = power(height * (heads // kv), 16)
+    bm, bn = power(height * (heads // kv), 16), block_length(d, q.element_size())
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, left, sums, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables,
         plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, splits, plan.even,
-        HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=block_length(d),
+        HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=bn,
         PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
-        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given, **_launch(bm, splits),
-        **options(q.device),
+        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
+        **_launch(bm, bn, power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
     )  # fmt: skip
 
 
-def _launch(bm: int, splits: int) -> dict[str, int]:
-    return {"num_warps": 4 if bm < 64 else 8, "num_stages": 3 if splits == 1 else 2}
+def _launch(bm: int, bn: int, line_bytes: int, splits: int, device: torch.device) -> dict[str, int]:
+    """Warps, and as many blocks of keys and values in flight as shared memory holds beside the queries."""
+    fitting = (shared_memory(device) - bm * line_bytes) // (2 * bn * line_bytes)
+    return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, 3 if splits == 1 else 2))}
 
 
 def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+ALIGNMENT = 16  # bytes
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -38,6 +40,23 @@ def processors(device: torch.device) -> int:
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes a block may have at most."""
+    if device.type != "cuda":
+        return 232_448  # Hopper's
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def power(n: int, least: int = 1) -> int:
     """The smallest power of two of at least n and least."""
     return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same numbers, contiguous and at a multiple of 16 bytes.
+
+    Triton compiles another variant, perhaps with another order of addition, for pointers that are not.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()

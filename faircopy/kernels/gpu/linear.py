@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.gpu import tables
-from faircopy.kernels.gpu.launch import INTERPRETED, begin, options, processors
+from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, options, processors
 from faircopy.kernels.gpu.tables import Tile, span_length
 
 SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
@@ -220,7 +220,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> None:
         self.weight, self.bias, self.exact = weight.contiguous(), bias, exact
         self.outputs, self.inner = weight.shape
-        self.plan = tables.plan(weight.device, self.outputs, self.inner)
+        self.plan = tables.plan(weight.device, self.outputs, self.inner, weight.dtype)
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
 
     @classmethod
@@ -232,7 +232,9 @@ class Linear:
         """x [M, K] -> [M, N]."""
         if not self.exact:
             return F.linear(x, self.weight, self.bias)
-        parts = self.parts(x)
+        if not x.shape[0]:
+            return x.new_empty(0, self.outputs)
+        parts = self.parts(aligned(x))
         return parts[0] if parts.shape[0] == 1 else add_spans(parts, x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:

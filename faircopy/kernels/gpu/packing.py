@@ -47,10 +47,10 @@ class PackedRows:
     def total(self) -> Tensor:
         return self.starts[-1:]
 
-    def plan(self, tables: Tensor, page: int, context: int, dim: int) -> PagePlan:
+    def plan(self, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
         """One tile per batch slot, whose rows are where they were packed: a plan that can be captured."""
         seqs = torch.arange(self.rows.shape[0], dtype=torch.int32, device=tables.device)
-        return PagePlan(self.rows, self.ranges, seqs, tables, page, -(-context // block_length(dim)))
+        return PagePlan(self.rows, self.ranges, seqs, tables, page, -(-context // block_length(dim, itemsize)))
 
 
 @triton.jit(do_not_specialize=["size"])

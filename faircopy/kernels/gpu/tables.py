@@ -41,6 +41,7 @@ class Plan:
     plain: dict[int, Tile] = field(default_factory=dict)  # by the most rows they serve
     halves: dict[int, Tile] = field(default_factory=dict)  # the same for gated products
     shape: tuple[int, int] = (0, 0)
+    depth: int = 64  # of K in a tile that is in no table
 
     def tile(self, rows: int, wide: bool) -> Tile:
         return self._fitting(_nearest(self.plain, rows), rows, wide)
@@ -50,7 +51,7 @@ class Plan:
 
     def _fitting(self, known: Tile | None, rows: int, wide: bool) -> Tile:
         if known is None or (known.wide and not wide):
-            return default_tile(rows, wide)
+            return default_tile(rows, wide, self.depth)
         return replace(known, high=min(known.high, -(-rows // known.bm)))  # no higher than there are rows
 
 
@@ -65,11 +66,11 @@ def span_length(inner: int, split: int) -> int:
     return -(-inner // (split * GRAIN)) * GRAIN
 
 
-def default_tile(rows: int, wide: bool) -> Tile:
+def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
     """Safe on every chip with tensor cores: at most 96 KiB of shared memory."""
     height = next((h for h in (16, 32, 64) if rows <= h), 64)
     if rows <= 64 or not wide:
-        return Tile(height, 64, 64, 4, 3)
+        return Tile(height, 64, depth, 4, 3)
     return Tile(128, 128, 64, 8, 3, wide=True)
 
 
@@ -81,10 +82,13 @@ def default_split(outputs: int, inner: int) -> int:
     return split
 
 
-def plan(device: torch.device, outputs: int, inner: int) -> Plan:
+def plan(device: torch.device, outputs: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Plan:
+    """The tables were measured with 16-bit numbers. 32-bit ones take twice the shared memory, and their products are
+    single multiply-adds: they get small tiles that compile fast."""
     known = read(device_class(device)).get(f"{outputs}x{inner}")
-    if known is None:
-        return Plan(default_split(outputs, inner), shape=(outputs, inner))
+    split = default_split(outputs, inner) if known is None else known["split"]
+    if known is None or dtype.itemsize > 2:
+        return Plan(split, shape=(outputs, inner), depth=16 if dtype.itemsize > 2 else 64)
     plain, gated = (
         {int(rows): _tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated")
     )

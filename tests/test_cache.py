@@ -1,0 +1,59 @@
+"""Tables that are kept between processes: found again, merged, and never fatal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from faircopy.cache import KeptTable, cache_folder, cpu_kind
+from faircopy.kernels import linear
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_a_value_is_found_by_the_next_process_and_beside_those_of_others(folder: Path) -> None:
+    one, other = KeptTable("t"), KeptTable("t")
+    assert one.get("a") is None and other.get("b") is None
+    one.put("a", 1)
+    other.put("b", [2])
+    assert {key: KeptTable("t").get(key) for key in "abc"} == {"a": 1, "b": [2], "c": None}
+    assert [file.name for file in folder.iterdir()] == ["t.json"], "no temporary file is left"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
+def test_a_damaged_file_costs_time_only(folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / "t.json").write_text(content)
+    table = KeptTable("t")
+    assert table.get("a") is None
+    table.put("a", 1)
+    assert KeptTable("t").get("a") == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path / "file" / "below"))
+    table = KeptTable("t")
+    table.put("a", 1)
+    assert table.get("a") == 1
+    monkeypatch.setenv("FAIRCOPY_CACHE", "")
+    assert cache_folder() is None
+
+
+def test_a_products_trial_is_made_once_per_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = []
+    original = linear._least_rows
+    monkeypatch.setattr(linear, "_least_rows", lambda *args: trials.append(1) or original(*args))
+    for _ in range(2):
+        monkeypatch.setattr(linear, "_settled", KeptTable("cpu-products"))  # as a new process would
+        run = linear.product(torch.randn(40, 24))
+        assert run(torch.randn(1, 24)).shape == (1, 40)
+    assert len(trials) == 1
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert "ATEN_CPU_CAPABILITY=default" in cpu_kind(), "another set of instructions is another machine"
