@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from faircopy import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModel
 from faircopy.kernels import linear
 from faircopy.model import loader
-from faircopy.model.decoder import FAMILIES, Decoder
+from faircopy.model.decoder import Decoder
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.selftest import self_test
 from faircopy.model.universal import Universal
+from faircopy.model.weights import FAMILIES
 from tests.helpers import CPU, load
 from tests.zoo import REFUSED, ZOO, build
 
@@ -82,7 +83,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused_unless_asked_for(
     def fickle(weight: torch.Tensor, bias: torch.Tensor | None = None, exact: bool = True) -> linear.Product:
         return lambda x: torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
 
-    monkeypatch.setattr("faircopy.model.decoder.Decoder._product", staticmethod(fickle))
+    monkeypatch.setattr("faircopy.model.decoder.product", fickle)
     with pytest.raises(UnsupportedModel, match=r"differ in bits.*exact=False"):
         LLM(checkpoint("llama"), **OPTIONS)
     out = LLM(checkpoint("llama"), exact=False, **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=3))

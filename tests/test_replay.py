@@ -19,8 +19,8 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine, build_engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
-from faircopy.model.decoder import decoder_spec
-from faircopy.model.fused import Fused
+from faircopy.model.fused import Fused, fused_weights
+from faircopy.model.weights import Source, decoder_spec
 from faircopy.replay import steady
 from faircopy.replay.steps import ROWS
 from faircopy.types import Request, SamplingParams, Sequence
@@ -33,7 +33,8 @@ def fused(folder: str) -> Fused:
     config, cpu = loader.load_config(Path(folder)), torch.device("cpu")
     tensors = loader._Tensors(Path(folder), torch.float32, cpu)
     spec, size = decoder_spec(config, *loader._rope(config)), config.vocab_size
-    return Fused(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False, config.hidden_act)
+    source = Source(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False)
+    return Fused(fused_weights(source))
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from faircopy.errors import ConfigError
 from faircopy.model.base import Model
-from faircopy.model.decoder import head_size
 from faircopy.model.loader import build_decoder, load_config
+from faircopy.model.weights import head_size
 
 # How the wide model computes the small one's function (h, H: hidden sizes; d, D: head sizes):
 #

@@ -14,6 +14,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
+from faircopy.model.weights import DenseModel
 from faircopy.types import Batch, Draft, Request, Sequence
 
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
@@ -86,10 +87,9 @@ def _sequence(n: int, length: int, tables: Tables, room: int) -> Sequence:
     return seq
 
 
-def weight_bytes(model: Any, head: bool = True) -> int:
+def weight_bytes(model: DenseModel, head: bool = True) -> int:
     """Bytes of weights a pass reads: everything but the embedding's unread rows."""
-    products = [p for layer in model._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return sum(product.weight.nbytes for product in products + ([model._head] if head else []))
+    return model.weights.layer_bytes + (model.weights.head_bytes if head else 0)
 
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from faircopy.errors import CheckpointError
-from faircopy.model.decoder import FAMILIES, head_size
 from faircopy.model.loader import _read_json, _Tensors, find_checkpoint, load_config
 from faircopy.model.universal import context_length
+from faircopy.model.weights import FAMILIES, head_size
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.model.base import Model
-from faircopy.model.decoder import FAMILIES, Decoder, Tensors, decoder_spec, head_size
+from faircopy.model.decoder import Decoder, eager_weights
+from faircopy.model.weights import FAMILIES, DenseModel, Source, Tensors, decoder_spec, head_size
 
 Door = Literal["auto", "decoder", "universal"]
 
@@ -97,23 +98,21 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     exact: bool,
-) -> Model:
-    """Our decoder around these tensors; made of kernels on devices that have them."""
-    spec, size, context = decoder_spec(config, *rope), config.vocab_size, config.max_position_embeddings
-    fused = _fused_decoder(device)
-    if fused is None:
-        return Decoder(name, spec, tensors, size, context, dtype, exact)
-    return fused(name, spec, tensors, size, context, dtype, exact, config.hidden_act)  # type: ignore[no-any-return]
+) -> DenseModel:
+    """Our decoder around these tensors: the fused one on devices that have its kernels, else the eager one."""
+    spec, context = decoder_spec(config, *rope), config.max_position_embeddings
+    source = Source(name, spec, tensors, config.vocab_size, context, dtype, exact)
+    return _fused_decoder(source, device) or Decoder(eager_weights(source))
 
 
-def _fused_decoder(device: torch.device) -> Any | None:
+def _fused_decoder(source: Source, device: torch.device) -> DenseModel | None:
     if device.type != "cuda":
         return None
     try:
-        from faircopy.model.fused import Fused
+        from faircopy.model.fused import Fused, fused_weights
     except ImportError:  # torch came without Triton
         return None
-    return Fused
+    return Fused(fused_weights(source))
 
 
 def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
