@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.inflate import inflated_model
 from faircopy import LLM, SamplingParams, bundled
-from faircopy.bench.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_tokenizer

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
 from faircopy import LLM, SamplingParams, bundled
-from faircopy.bench.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_model, load_tokenizer

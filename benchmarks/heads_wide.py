@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
-from faircopy.bench.inflate import inflated_model
+from benchmarks.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
 from faircopy.config import EngineConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import broken
 from benchmarks.strategies import main as strategies
 from faircopy import bundled
-from faircopy.bench import broken
 from faircopy.bench.phases import PHASES, Stopwatch, profiled
 from faircopy.bench.record import append, read
 from faircopy.bench.report import gather, write_report
@@ -28,6 +29,7 @@ from tests.test_cli import call
 
 __all__ = ["call"]  # a fixture
 
+MEASURING = ("faircopy.bench", "faircopy.testing", "benchmarks")
 WORK = Workload("table", [[n % 9 + 1] * (n % 5 + 1) for n in range(8)], 12)
 
 
@@ -261,3 +263,11 @@ def test_the_broken_designs_break_and_the_sound_ones_do_not() -> None:
     for name, outcome in outcomes.items():
         assert (outcome.identical == 4) == ("as it should be" in name), name
         assert (outcome.prefix == 1.0) == ("as it should be" in name), name
+
+
+@pytest.mark.parametrize("module", ["faircopy", "faircopy.cli"])
+def test_importing_the_library_imports_nothing_that_measures(module: str) -> None:
+    """Measuring, kernel checks and tuning are imported by the commands that need them."""
+    code = f"import sys, {module}; print(*[m for m in sys.modules if m.startswith({MEASURING})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.inflate import inflate, inflated_config, inflated_model, inflated_state, read_checkpoint
 from faircopy import LLM, ConfigError, SamplingParams
-from faircopy.bench.inflate import inflate, inflated_config, inflated_model, inflated_state, read_checkpoint
 from tests.helpers import random_prompts
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -107,7 +107,7 @@ def test_the_files_have_the_shape_asked_for_and_no_zeros(small: dict[str, str], 
 def test_a_large_model_is_cut_into_files(
     small: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("faircopy.bench.inflate.SHARD", 200_000)
+    monkeypatch.setattr("benchmarks.inflate.SHARD", 200_000)
     folder = widened(small["tied"], "llama", WIDE["roomy"], tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 5
     assert greedy(stock(folder), [1, 2, 3], 8) == greedy(stock(small["tied"]), [1, 2, 3], 8)

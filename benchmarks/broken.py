@@ -1,6 +1,6 @@
 """What goes wrong when position ids, mask or cache fall out of step: three broken layouts on the bundled models.
 
-python -m faircopy.bench.broken
+python -m benchmarks.broken
 """
 
 from __future__ import annotations
