@@ -15,13 +15,14 @@ from faircopy.config import EngineConfig
 from faircopy.drafters.model import ModelDrafter
 from faircopy.engine import Engine, build_engine
 from faircopy.kernels.attention import Ints
-from faircopy.layout.dense import AlignedLayout, DenseLayout, RowTables, SharedLayout, _Feed
 from faircopy.layout.pool import PagePool
 from faircopy.llm import LLM
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
+from faircopy.papers.dense import AlignedLayout, DenseLayout, Feed, SharedLayout
+from faircopy.papers.policies import WholeBatches
+from faircopy.papers.row_tables import RowTables
 from faircopy.plan.length import FixedLength
-from faircopy.policy import WholeBatches
 from faircopy.scheduler import Scheduler
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from faircopy.verify.exact import ExactVerifier
@@ -30,7 +31,7 @@ from faircopy.verify.exact import ExactVerifier
 class WrongPositions(SharedLayout):
     """Position ids out of step: a token's position is its column, so padding counts."""
 
-    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> _Feed:
+    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> Feed:
         feed = super()._feed(batch, draft, i, done)
         feed.where = feed.first + np.arange(len(feed.where))
         return feed
@@ -40,7 +41,7 @@ class WrongMask(SharedLayout):
     """Mask out of step: what was rejected, and padding, stays visible."""
 
     def _masks(
-        self, feeds: list[_Feed], where: Ints, shape: tuple[int, int, int]
+        self, feeds: list[Feed], where: Ints, shape: tuple[int, int, int]
     ) -> dict[tuple[int, int], torch.Tensor]:
         true = self._place
         self._place = true.copy()

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from faircopy.config import EngineConfig
 from faircopy.drafters.heads import Head
 from faircopy.layout.base import Layout
-from faircopy.layout.dense import AlignedLayout, DenseLayout, RowTables, SharedLayout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
-from faircopy.policy import FirstCome, Policy, SameLength, WholeBatches
+from faircopy.papers.dense import AlignedLayout, DenseLayout, SharedLayout
+from faircopy.papers.policies import SameLength, WholeBatches
+from faircopy.papers.row_tables import RowTables
+from faircopy.policy import FirstCome, Policy
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite

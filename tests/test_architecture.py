@@ -17,6 +17,7 @@ LEVELS: list[set[str]] = [
     {"layout", "sampling"},
     {"model"},
     {"scheduler", "policy", "drafters", "verify", "plan"},
+    {"papers"},
     {"replay", "strategy"},
     {"engine"},
     {"llm", "testing", "bundled"},

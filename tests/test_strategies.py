@@ -13,9 +13,10 @@ from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
-from faircopy.layout.dense import AlignedLayout, DenseLayout
 from faircopy.model.base import Model
-from faircopy.policy import FirstCome, SameLength, WholeBatches
+from faircopy.papers.dense import AlignedLayout, DenseLayout
+from faircopy.papers.policies import SameLength, WholeBatches
+from faircopy.policy import FirstCome
 from faircopy.strategy import STRATEGIES
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
+from faircopy.layout.rows import finite, logit_rows, node_depths, pad_last
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
@@ -82,7 +82,7 @@ class PagedLayout:
                 pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
                 slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
             before = len(wanted)
-            wanted += (len(ids) + row for row in _wanted(seq, start, upto, batch.complete(i), len(live)))
+            wanted += (len(ids) + row for row in logit_rows(seq, start, upto, batch.complete(i), len(live)))
             ids += seq.tokens[start:upto]
             ids += draft.tokens[i][live.start : live.stop]
             positions += range(start, upto)
@@ -116,11 +116,11 @@ class PagedLayout:
         """Store k, v [T, Hkv, D] and let q [T, H, D] look at everything before and at itself."""
         shape, width = self.layers[layer], v.shape[-1]
         pool = self._pools[layer]
-        new = torch.stack([_widen(k, shape.head_dim), _widen(v, shape.head_dim)], 1)
-        pool.index_copy_(0, packed.slots, _finite(new.to(pool.dtype)))
+        new = torch.stack([pad_last(k, shape.head_dim), pad_last(v, shape.head_dim)], 1)
+        pool.index_copy_(0, packed.slots, finite(new.to(pool.dtype)))
         if layer == len(self.layers) - 1:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
-        query = _widen(q, shape.head_dim)
+        query = pad_last(q, shape.head_dim)
         if self.suite is not None:
             out = self.look(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
         else:
@@ -292,27 +292,12 @@ def _counters(device: torch.device) -> Tensor:
     return counters(device)
 
 
-def _depths(parents: list[int]) -> Ints:
-    depths = np.empty(len(parents), np.int64)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    return depths
-
-
 def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
     """Behind the tokens, as deep as each node is in its tree."""
     if not live or draft.is_chain(i):
         return range(upto + live.start, upto + live.stop)
-    depths: list[int] = (upto - 1 + _depths(draft.parents[i])[live.start : live.stop]).tolist()
+    depths: list[int] = (upto - 1 + node_depths(draft.parents[i])[live.start : live.stop]).tolist()
     return depths
-
-
-def _wanted(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
-    """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
-    fed = upto - start
-    prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
-    last = fed - 1 if complete and fed else fed
-    return [*range(prompt), *range(max(last, prompt), fed + nodes)]
 
 
 def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, apart: bool) -> Tensor:
@@ -320,13 +305,3 @@ def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
     if apart:
         return torch.zeros(2, *shape, dtype=dtype, device=device).transpose(0, 1)
     return torch.zeros(shape[0], 2, *shape[1:], dtype=dtype, device=device)
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last dimension, where a layer's values are narrower than its keys."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _finite(x: Tensor) -> Tensor:
-    """A masked NaN still spreads (NaN - inf, 0 * NaN), to other queries and to a page's next holder: store zeros."""
-    return torch.nan_to_num(x, 0.0, 0.0, 0.0)

@@ -13,90 +13,15 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.attention import Ints
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
-from faircopy.layout.paged import _depths, _finite, _wanted, _widen
-from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
+from faircopy.layout.rows import finite, logit_rows, node_depths, pad_last
+from faircopy.papers.attention import PAD, additive, ancestry, attend_rows, visible
+from faircopy.papers.row_tables import RowTables
 from faircopy.types import Batch, Draft, Sequence, Verdict
-
-_PAD = -1  # the position of a column that holds nothing
-
-
-class RowTables(Tables):
-    """Counts a rectangle in pages: a row per sequence, all as wide as the widest; no page is shared.
-
-    A draft head has pages of its own beside it (`paged`), as many as the rectangle: no row is shorter than its text, so
-    they suffice.
-    """
-
-    def __init__(self, pool: PagePool, page: int) -> None:
-        super().__init__(pool, page, reuse=False)
-        self.layouts: list[DenseLayout] = []
-        self._beside: Tables | None = None
-        self._needs: dict[Sequence, int] = {}
-        self._held = 0  # pages every row has
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit."""
-        return self.pool.pages * self.page
-
-    def paged(self) -> Tables:
-        """Pages for the same sequences, held and given back with their rows."""
-        self._beside = Tables(PagePool(self.pool.pages), self.page, reuse=False)
-        return self._beside
-
-    def open(self, seq: Sequence) -> int:
-        if self._beside is not None:
-            self._beside.open(seq)
-        return super().open(seq)
-
-    def reserve(self, seq: Sequence, length: int) -> bool:
-        """Widen all rows to what this one needs; false, and nothing changed, if that is too much."""
-        return self._reserve_row(seq, length) and (self._beside is None or self._beside.reserve(seq, length))
-
-    def _reserve_row(self, seq: Sequence, length: int) -> bool:
-        before = self._needs.get(seq, 0)
-        self._needs[seq] = max(layout.width_for(seq, length) for layout in self.layouts)
-        need = self.pages_for(self._needs[seq])
-        if need <= self._held == len(self.table(seq)):
-            return True
-        if self._widen() or self._widen():  # the second time without what trimmed rows have left over
-            return True
-        self._needs[seq] = before
-        return False
-
-    def trim(self, seq: Sequence, length: int) -> None:
-        self._needs[seq] = max(layout.width_for(seq, length) for layout in self.layouts)
-        if self._beside is not None:
-            self._beside.trim(seq, length)
-
-    def close(self, seq: Sequence) -> None:
-        super().close(seq)
-        self._needs.pop(seq, None)
-        if self._beside is not None:
-            self._beside.close(seq)
-
-    def check(self) -> None:
-        super().check()
-        if self._beside is not None:
-            self._beside.check()
-
-    def _widen(self) -> bool:
-        self._held = self.pages_for(max(self._needs.values(), default=0))
-        width = self._held * self.page
-        for seq in self._tables:
-            super().trim(seq, width)
-        missing = sum(self._held - len(table) for table in self._tables.values())
-        if missing > self.pool.available:
-            self._held = 0
-            return False
-        return all(super(RowTables, self).reserve(seq, width) for seq in self._tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +39,7 @@ class DensePacked(Packed):
 
 
 @dataclass(slots=True)
-class _Feed:
+class Feed:
     """What one sequence brings to a pass: uncached tokens, then nodes, of which the first may be cached already."""
 
     row: int
@@ -200,12 +125,12 @@ class DenseLayout:
         shape, width, kinds = self.layers[layer], v.shape[-1], self._keys[layer].dtype
         keys, values = self._keys[layer], self._values[layer]
         for pool, new in ((keys, k), (values, v)):
-            new = _widen(packed.unpadded(new), shape.head_dim).to(kinds)
-            pool.flatten(0, 1).index_copy_(0, packed.slots, _finite(new))
+            new = pad_last(packed.unpadded(new), shape.head_dim).to(kinds)
+            pool.flatten(0, 1).index_copy_(0, packed.slots, finite(new))
         if layer == len(self.layers) - 1:
             self.healthy = packed.unpadded(torch.isfinite(q.flatten(1).float().sum(-1)))
         rows, queries, columns = packed.shape
-        grid = _widen(q, shape.head_dim).to(kinds)
+        grid = pad_last(q, shape.head_dim).to(kinds)
         grid = grid if packed.grid is None else grid.index_select(0, packed.grid)
         out = attend_rows(
             grid.view(rows, queries, *grid.shape[1:]),
@@ -244,7 +169,7 @@ class DenseLayout:
             self._vacant.append(row)
         if not self._seats:
             self._vacant.clear()
-            self._place.fill(_PAD)
+            self._place.fill(PAD)
             self._ends.fill(0)
 
     @property
@@ -264,21 +189,21 @@ class DenseLayout:
         self._vacant += range(self._rows, self._rows + more)
         for seq in newcomers:
             row = self._seats[seq] = self._vacant.pop(0)
-            self._place[row], self._ends[row] = _PAD, 0
+            self._place[row], self._ends[row] = PAD, 0
 
-    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> _Feed:
+    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> Feed:
         seq, upto = batch.seqs[i], batch.upto[i]
         start, tokens = self.cached(seq), draft.tokens[i] if batch.complete(i) else []
         live, fed = range(min(done, len(tokens)), len(tokens)), upto - start
-        depths = _depths(draft.parents[i][: len(tokens)])
-        return _Feed(
+        depths = node_depths(draft.parents[i][: len(tokens)])
+        return Feed(
             row=self._seats[seq],
             first=self._first(self._seats[seq]),
             fed=fed,
             live=live,
             ids=[*seq.tokens[start:upto], *tokens[live.start :]],
             where=np.concatenate([np.arange(start, upto), upto - 1 + depths]),
-            sees=_ancestry(fed, draft.parents[i][: len(tokens)]),
+            sees=ancestry(fed, draft.parents[i][: len(tokens)]),
         )
 
     def _hold(self, seq: Sequence, first: int, length: int) -> None:
@@ -313,7 +238,7 @@ class DenseLayout:
     def _rebuild(self, rows: int, width: int, kept: Iterable[int] = ()) -> None:
         """A new rectangle that begins with these rows of the old one."""
         old = list(kept)
-        place, ends = np.full((rows, width), _PAD, np.int32), np.zeros(rows, np.int64)
+        place, ends = np.full((rows, width), PAD, np.int32), np.zeros(rows, np.int64)
         if old:
             place[: len(old), : self._place.shape[1]] = self._place[old]
             ends[: len(old)] = self._ends[old]
@@ -321,7 +246,7 @@ class DenseLayout:
         self._values = [_resized(pool, rows, width, old) for pool in self._values]
         self._place, self._ends = place, ends
 
-    def _packed(self, batch: Batch, feeds: list[_Feed]) -> DensePacked:
+    def _packed(self, batch: Batch, feeds: list[Feed]) -> DensePacked:
         rows, queries = self._rows, max(feed.size for feed in feeds)
         real = np.concatenate([feed.row * queries + np.arange(feed.size) for feed in feeds])  # their places in the grid
         ids, where, grid = (np.zeros(rows * queries, np.int64) for _ in range(3))
@@ -346,16 +271,16 @@ class DenseLayout:
             order=self._tensor(real) if self.packs else None,
         )
 
-    def _wanted(self, batch: Batch, feeds: list[_Feed], queries: int) -> list[Ints]:
+    def _wanted(self, batch: Batch, feeds: list[Feed], queries: int) -> list[Ints]:
         """Per sequence, its rows of the pass whose logits are needed."""
         packed = accumulate((feed.size for feed in feeds), initial=0)
         starts = packed if self.packs else (feed.row * queries for feed in feeds)
         return [
-            start + np.array(_wanted(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
+            start + np.array(logit_rows(seq, upto - feed.fed, upto, upto == len(seq.tokens), len(feed.live)), np.int64)
             for start, seq, upto, feed in zip(starts, batch.seqs, batch.upto, feeds, strict=False)
         ]
 
-    def _masks(self, feeds: list[_Feed], where: Ints, shape: tuple[int, int, int]) -> dict[tuple[int, int], Tensor]:
+    def _masks(self, feeds: list[Feed], where: Ints, shape: tuple[int, int, int]) -> dict[tuple[int, int], Tensor]:
         """What each place may look at: its row's cached tokens, and what its own feed says; padding sees everything."""
         rows, queries, columns = shape
         most = max(len(feed.where) for feed in feeds)
@@ -369,8 +294,8 @@ class DenseLayout:
             idle[feed.row, : feed.size] = False
         parts = (where, self._place[:rows, :columns], own, their, sees, idle)
         on_device = [self._tensor(part) for part in parts]
-        windows = {window: _mask(window, *on_device) for window, _ in self._kinds}
-        return {kind: _additive(windows[kind[0]], kind[1], self._dtype) for kind in self._kinds}
+        windows = {window: visible(window, *on_device) for window, _ in self._kinds}
+        return {kind: additive(windows[kind[0]], kind[1], self._dtype) for kind in self._kinds}
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -444,62 +369,8 @@ class AlignedLayout(DenseLayout):
         return [pool[row, end - self.cached(seq) : end] for pool in (*self._keys, *self._values)]
 
 
-def attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """q [rows, queries, H, D] along rows of [rows, columns, Hkv, D] -> the shape of q."""
-    rows, queries, heads, dim = q.shape
-    kv_heads = keys.shape[2]
-    q = q.view(rows, queries, kv_heads, -1, dim).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, dim)
-    k, v = keys.permute(0, 2, 1, 3), values.permute(0, 2, 1, 3)
-    if softcap or sinks is not None:
-        out = _scored(q, k, v, mask, scale, softcap, sinks)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.view(rows, kv_heads, queries, -1, dim).permute(0, 2, 1, 3, 4).reshape(rows, queries, heads, dim)
-
-
-def _scored(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """Attention written out: scores squashed by tanh, and one more score per head that has no value."""
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask
-    if sinks is not None:
-        rows, kv_heads, width, _ = scores.shape
-        sink = sinks.float().view(1, kv_heads, 1, -1).expand(rows, -1, width * kv_heads // len(sinks), -1)
-        scores = torch.cat([scores, sink.reshape(rows, kv_heads, width, 1)], -1)
-    return torch.softmax(scores, -1)[..., : k.shape[2]].to(v.dtype) @ v
-
-
 def _resized(pool: Tensor, rows: int, width: int, kept: list[int]) -> Tensor:
     new = pool.new_zeros(rows, width, *pool.shape[2:])
     if kept:
         new[: len(kept), : pool.shape[1]] = pool[kept]
     return new
-
-
-def _ancestry(fed: int, parents: list[int]) -> NDArray[np.bool_]:
-    """Tokens see those before them, nodes all tokens and their ancestors, everybody itself."""
-    sees = np.tri(fed + len(parents), dtype=np.bool_)
-    straight = all(parent == node - 1 for node, parent in enumerate(parents))
-    for node, parent in enumerate([] if straight else parents):
-        sees[fed + node, fed:] = sees[fed + parent, fed:] if parent >= 0 else False
-        sees[fed + node, fed + node] = True
-    return sees
-
-
-def _mask(window: int, where: Tensor, place: Tensor, own: Tensor, their: Tensor, sees: Tensor, idle: Tensor) -> Tensor:
-    """[rows, queries, columns] true where a query may look."""
-    old = (place != _PAD)[:, None, :].expand(-1, where.shape[1], -1)
-    if window:
-        old = old & (where[:, :, None] - place[:, None, :] < window)
-        sees = sees & (where[:, :, None] - their[:, None, :] < window)
-    open_ = F.pad(old, (0, 1)).scatter_(2, own[:, None, :].expand_as(sees), sees)
-    return open_[..., :-1] | idle
-
-
-def _additive(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Zeros and minus infinities, a line per query and head of its group."""
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf).repeat_interleave(group, 1)[:, None]
