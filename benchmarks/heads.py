@@ -23,9 +23,9 @@ from torch import Tensor
 
 from faircopy.bench.record import write
 from faircopy.config import EngineConfig
-from faircopy.drafters.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
+from faircopy.drafters.networks.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.trees import Reranked, Tree
 from faircopy.engine import Engine, build_engine
 from faircopy.model.base import Model

@@ -25,9 +25,9 @@ from benchmarks.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
 from faircopy.config import EngineConfig
-from faircopy.drafters.blocks import BlockShape
 from faircopy.drafters.folder import METHODS, load_head
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
+from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.trees import Tree
 from faircopy.engine import build_engine
 from faircopy.model.base import FINAL, Model, Words

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from faircopy.drafters.blocks import BlockShape
-from faircopy.drafters.clover import Clover
-from faircopy.drafters.clover2 import Clover2
-from faircopy.drafters.eagle3 import Eagle3, options_for
 from faircopy.drafters.heads import Head, HeadConfig
-from faircopy.drafters.medusa import Medusa
+from faircopy.drafters.networks.blocks import BlockShape
+from faircopy.drafters.networks.clover import Clover
+from faircopy.drafters.networks.clover2 import Clover2
+from faircopy.drafters.networks.eagle3 import Eagle3, options_for
+from faircopy.drafters.networks.medusa import Medusa
 from faircopy.errors import CheckpointError, ConfigError
 from faircopy.model.anatomy import anatomy, fingerprint, load_head_folder, save_head_folder
 from faircopy.model.base import Model, Words

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attend, BlockShape, causal
+from faircopy.drafters.networks.blocks import Attend, BlockShape, causal
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape

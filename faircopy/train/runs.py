@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from faircopy.config import EngineConfig
-from faircopy.drafters.eagle3 import Eagle3
 from faircopy.drafters.folder import METHODS, new_head, save_head
+from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
 from faircopy.model.hidden import stock_words
 from faircopy.model.loader import find_checkpoint, load_config, load_stock

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from faircopy import bundled
-from faircopy.drafters.eagle3 import Eagle3
 from faircopy.drafters.folder import METHODS, new_head, save_head
+from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.model.hidden import stock_words
 from faircopy.model.loader import load_stock
 from faircopy.train.data import Windows

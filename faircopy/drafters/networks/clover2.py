@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Norm, Rope
-from faircopy.drafters.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.networks.blocks import Block, Norm, Rope
+from faircopy.drafters.networks.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.trees import Spent, Tree
 
 REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution, if not said otherwise

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
-from faircopy.drafters.clover import copy_matching
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
+from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.trees import Reranked, Tree
 from faircopy.model.base import FINAL
 

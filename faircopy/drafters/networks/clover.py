@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Norm, Rope
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
-from faircopy.drafters.medusa import Residual
+from faircopy.drafters.networks.blocks import Block, Norm, Rope
+from faircopy.drafters.networks.medusa import Residual
 from faircopy.drafters.trees import Spent, Tree
 
 
