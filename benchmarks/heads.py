@@ -205,7 +205,7 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
         bf16=cuda,
         log_every=max(1, bench.steps // 20),
         seed=1,
-        **getattr(learner, "clipping", {}),
+        **(task.objective.clipping if isinstance(task, HeadTask) else {}),
     )
     log = bench.work / "logs" / f"{folder_of(variant)}.jsonl"
     done = train(task, Windows(text, bench.length, args.rows, 3), settings, log)

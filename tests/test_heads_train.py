@@ -16,7 +16,6 @@ from benchmarks import heads_wide as bench_wide
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
 from faircopy.audit.models import audit_models
 from faircopy.drafters.folder import METHODS, new_head
-from faircopy.drafters.heads import Lesson, known_rows, teaching_of
 from faircopy.errors import CheckpointError
 from faircopy.model.hidden import stock_words
 from faircopy.model.loader import load_stock
@@ -24,6 +23,7 @@ from faircopy.train.corpus import Answering, corpus, read_documents
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
 from faircopy.train.llama import Shape, fresh, save_llama
 from faircopy.train.loop import Progress, Settings, read_log, train
+from faircopy.train.losses import Lesson, known_rows, teaching_of
 from faircopy.train.runs import Plan, train_draft, train_head
 from faircopy.train.tokenizer import save_tokenizer, train_bpe
 from tests.helpers import CPU

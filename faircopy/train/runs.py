@@ -117,7 +117,8 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     if isinstance(head, Eagle3):
         head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
-    progress = _run(HeadTask(head, teacher), text, plan, **head.clipping)
+    task = HeadTask(head, teacher)
+    progress = _run(task, text, plan, **task.objective.clipping)
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, plan.length, 1, 32), plan.bf16)
     save_head(head, plan.out, **head.learned(accuracy.ranks))
     _report(plan, progress, parameters=head.size, **asdict(accuracy))

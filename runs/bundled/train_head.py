@@ -43,13 +43,14 @@ def main(argv: list[str] | None = None) -> None:
         head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)
     length = min(args.length, head.context - 1)  # a window has one token more
+    task = HeadTask(head, teacher)
     settings = Settings(
         steps=args.steps, seconds=time_left(args), lr=args.lr, warmup=0.03, weight_decay=0.01, bf16=on_gpu(args),
-        log_every=20, seed=args.seed, **head.clipping,
+        log_every=20, seed=args.seed, **task.objective.clipping,
     )  # fmt: skip
     log = args.work / "logs" / f"{args.method}.jsonl"
     windows = Windows(text, length, args.rows, args.seed)
-    done = train(HeadTask(head, teacher), windows, settings, log, watch=talker(args.method))
+    done = train(task, windows, settings, log, watch=talker(args.method))
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, length, 8, HELD_OUT_BATCHES), on_gpu(args))
     head.config = replace(head.config, target="the bundled target")
     save_head(head, args.out, **head.learned(accuracy.ranks))

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
 from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.trees import Reranked, Tree
@@ -86,18 +85,6 @@ class Eagle3(Head):
             count = tokens.shape[1] - 1 - level
             state = text.run(state[:, :count], level)
             yield self._guess(state)
-
-    @property
-    def trained(self) -> int:
-        return self.unrolled
-
-    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
-        if not self.own:
-            apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
-            return apart + 0.1 * soft_cross_entropy(guess.logits, teaching.logits)
-        kept = teaching.logits.index_select(-1, self.words_kept)
-        known = torch.isin(teaching.logits.argmax(-1), self.words_kept)
-        return soft_cross_entropy(guess.logits.index_select(-1, self.words_kept), kept, known)
 
     def tree(self, room: int) -> Tree:
         return Reranked(room, DEPTH)
