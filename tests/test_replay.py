@@ -31,8 +31,8 @@ PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
 def fused(folder: str) -> Fused:
     """A checkpoint in the GPU's decoder, with torch's own products."""
     config, cpu = loader.load_config(Path(folder)), torch.device("cpu")
-    tensors = loader._Tensors(Path(folder), torch.float32, cpu)
-    spec, size = decoder_spec(config, *loader._rope(config)), config.vocab_size
+    tensors = loader.CheckpointTensors(Path(folder), torch.float32, cpu)
+    spec, size = decoder_spec(config, *loader.rope_frequencies(config)), config.vocab_size
     source = Source(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False)
     return Fused(fused_weights(source))
 

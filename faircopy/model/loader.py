@@ -85,9 +85,9 @@ def fits_decoder(config: Any) -> bool:
 
 
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
-    tensors = _Tensors(folder, dtype, device)
+    tensors = CheckpointTensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    return build_decoder(name, config, _rope(config), tensors, dtype, device, exact)
+    return build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
 
 
 def build_decoder(
@@ -115,7 +115,7 @@ def _fused_decoder(source: Source, device: torch.device) -> DenseModel | None:
     return Fused(fused_weights(source))
 
 
-def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
+def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
     """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
     from transformers import AutoModelForCausalLM
 
@@ -130,7 +130,7 @@ def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
             raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
 
 
-def _rope(config: Any) -> tuple[Tensor, float]:
+def rope_frequencies(config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies and scaling factor of a configuration's rope."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -143,7 +143,7 @@ def _rope(config: Any) -> tuple[Tensor, float]:
     return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
 
 
-class _Tensors:
+class CheckpointTensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -194,7 +194,7 @@ class _Tensors:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             return
-        for name, file in _read_json(index).get("weight_map", {}).items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             if name not in self._readers:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
@@ -249,7 +249,7 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (ValueError, OSError) as error:
@@ -274,7 +274,7 @@ def load_eos(path: str) -> frozenset[int]:
     """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
     folder = find_checkpoint(path)
     file = folder / "generation_config.json"
-    value = _read_json(file).get("eos_token_id") if file.exists() else None
+    value = read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = getattr(load_config(folder), "eos_token_id", None)
     if value is None:

@@ -177,8 +177,8 @@ def plain(
     limit = context - len(prompt) if params.max_tokens is None else min(params.max_tokens, context - len(prompt))
     while len(out.tokens) < limit:
         logits = forward([*prompt, *out.tokens])[-1]
-        scores = _plain_scores(logits, prompt, out.tokens, params, ends, bad_words)
-        token = _plain_choice(scores, params, seed, len(prompt) + len(out.tokens))
+        scores = plain_scores(logits, prompt, out.tokens, params, ends, bad_words)
+        token = plain_choice(scores, params, seed, len(prompt) + len(out.tokens))
         if params.logprobs is not None:
             out.logprobs.append(_plain_logprobs(logits, token, params.logprobs))
         out.tokens.append(token)
@@ -196,7 +196,7 @@ def plain(
     return out
 
 
-def _plain_scores(
+def plain_scores(
     logits: Tensor, prompt: Seq[int], output: list[int], params: SamplingParams, ends: set[int], bad: Seq[Seq[int]]
 ) -> Tensor:
     scores = logits.float().clone()
@@ -218,7 +218,7 @@ def _plain_scores(
     return scores
 
 
-def _plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+def plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
     if params.temperature == 0:
         return int(scores.argmax())
     scores = scores / params.temperature
