@@ -32,7 +32,6 @@ class Runner:
 
     def __init__(self, model: Model, layout: Layout, wants: tuple[int, ...] = ()) -> None:
         self.model, self.layout, self.wants = model, layout, wants
-        self.tokens_fed = 0
 
     @torch.no_grad()
     def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:
@@ -41,6 +40,5 @@ class Runner:
         taps = Taps(self.wants)
         logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
         self.layout.advance(batch)
-        self.tokens_fed += packed.size
         states = {layer: packed.unpadded(rows) for layer, rows in taps.states.items()}
         return Result(packed, logits, self.layout.healthy, states)
