@@ -175,7 +175,7 @@ def make_task(bench: Bench, variant: str, text: Tensor) -> tuple[Task, Any]:
         return Distil(draft, teacher.stock), draft
     head = new_head(method, bench.target, stock_words(teacher.stock), seed=1, **options)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(bench.device)
     return HeadTask(head, teacher), head
 

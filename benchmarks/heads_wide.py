@@ -91,8 +91,8 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
         context=target.context,
     )
     options = dict(small.config.options)
-    if options.get("words"):
-        options["words"] = min(32000, shape["vocab_size"])
+    if options.pop("words", None) or options.get("draft_vocab"):
+        options["draft_vocab"] = min(32000, shape["vocab_size"])
     config: HeadConfig = replace(
         small.config, shape=sizes, vocab=shape["vocab_size"], depth=shape["num_hidden_layers"], options=options
     )

@@ -15,7 +15,8 @@ from benchmarks import heads as bench
 from benchmarks import heads_wide as bench_wide
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
 from faircopy.audit.models import audit_models
-from faircopy.drafters.folder import METHODS, new_head
+from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
+from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import CheckpointError
 from faircopy.model.hidden import stock_words
 from faircopy.model.loader import load_stock
@@ -26,7 +27,7 @@ from faircopy.train.loop import Progress, Settings, read_log, train
 from faircopy.train.losses import Lesson, known_rows, teaching_of
 from faircopy.train.runs import Plan, train_draft, train_head
 from faircopy.train.tokenizer import save_tokenizer, train_bpe
-from tests.helpers import CPU
+from tests.helpers import CPU, load
 
 SHAPE = Shape(vocab=300, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, context=96)
 TEXT = "Once upon a time there was a cat. The cat sat on a mat. The mat was red. The dog saw the cat. " * 60
@@ -222,6 +223,24 @@ def test_a_level_never_sees_the_future(target: str) -> None:
             )
             for level, (a, b) in enumerate(pairs):
                 torch.testing.assert_close(a.logits[:, : 15 - level], b.logits[:, : 15 - level])
+
+
+def test_a_head_over_fewer_tokens_is_made_saved_and_loaded(target: str, tmp_path: Path) -> None:
+    """EAGLE-3's own vocabulary; folders written before the option had this name say `words`."""
+    teacher = teacher_of(target)
+    head = new_head("eagle3", target, stock_words(teacher.stock), levels=2, draft_vocab=16)
+    assert isinstance(head, Eagle3)
+    head.keep_frequent(torch.arange(head.vocab))
+    save_head(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["options"].pop("draft_vocab") == 16
+    model = load(target)
+    for options in ({"draft_vocab": 16}, {"words": 16}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "options": {**config["options"], **options}}))
+        loaded = load_head(str(tmp_path), model)
+        assert isinstance(loaded, Eagle3)
+        assert loaded.output.out_features == 16
+        assert loaded.words_kept.tolist() == list(range(head.vocab - 16, head.vocab))
 
 
 def test_accuracy_counts_ranks(target: str) -> None:

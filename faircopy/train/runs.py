@@ -115,7 +115,7 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     teacher = _teacher(plan)
     head = new_head(method, plan.target, stock_words(teacher.stock), levels, plan.seed, **options)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
     task = HeadTask(head, teacher)
     progress = _run(task, text, plan, **task.objective.clipping)

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     teacher = Teacher(load_stock(args.target, kind, torch.device(args.device)))
     head = new_head(args.method, args.target, stock_words(teacher.stock), args.levels, args.seed)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)
     length = min(args.length, head.context - 1)  # a window has one token more
     task = HeadTask(head, teacher)

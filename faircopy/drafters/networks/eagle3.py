@@ -2,7 +2,7 @@
 
 States entering layers 2, n/2 and n - 3 are fused to one; the layer's attention reads it beside the token's embedding,
 its output is what the next step reads instead of a fused state. The output layer is its own, over the target's most
-frequent tokens (`words`). Training-time test: the layer runs `unroll` times over a text, each time fed what it said
+frequent tokens (option `draft_vocab`: how many). Training-time test: the layer runs `unroll` times over a text, each time fed what it said
 before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8 of the one
 before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
 
@@ -63,7 +63,7 @@ class Eagle3(Head):
         self.own, self.unrolled = self_taught, options.get("unroll", config.levels) if self_taught else 1
         self.rope, self.layer = Rope(shape), FusedLayer(config)
         if self.own:
-            count = options.get("words") or config.vocab
+            count = options.get("draft_vocab") or options.get("words") or config.vocab  # words: its name in old folders
             self.fuse = nn.Linear(self.width, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
@@ -95,7 +95,7 @@ class Eagle3(Head):
             copy_matching(self.norm, {"weight": norm})
             copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
 
-    def keep_words(self, counts: Tensor) -> None:
+    def keep_frequent(self, counts: Tensor) -> None:
         """Guess only the most frequent tokens: counts [V] of the training text."""
         if self.own:
             kept = counts.argsort(descending=True, stable=True)[: len(self.words_kept)].sort().values
@@ -168,10 +168,10 @@ def default_wants(config: HeadConfig) -> tuple[int, ...]:
     return min(2, middle), middle, max(config.depth - 3, min(middle + 1, config.depth))
 
 
-def default_words(vocab: int) -> int:
+def default_draft_vocab(vocab: int) -> int:
     """A quarter of the vocabulary, as 32,000 of Llama's 128,256, within bounds."""
     return min(vocab, 32000, max(1024, vocab // 4))
 
 
 def options_for(vocab: int, options: dict[str, Any]) -> dict[str, Any]:
-    return options if options.get("style") == "eagle1" else {"words": default_words(vocab), **options}
+    return options if options.get("style") == "eagle1" else {"draft_vocab": default_draft_vocab(vocab), **options}
