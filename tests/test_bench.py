@@ -203,14 +203,14 @@ def test_the_command_measures_and_reports(call, tmp_path: Path) -> None:  # type
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--strategy", "paged"], "strategy = 'paged': unknown; use one of ragged"),
-        (["--workload", "prose"], "workload = 'prose': unknown"),
+        (["--strategy", "paged"], "--strategy = 'paged': unknown; use one of ragged"),
+        (["--workload", "prose"], "--workload = 'prose': unknown"),
         (["--workload", "nowhere.jsonl"], "--workload = 'nowhere.jsonl': cannot be read"),
         (["--batch", "0"], "--batch"),
         (["--prompts", "0"], "--prompts"),
         (["--threads", "0"], "--threads"),
-        (["--drafter", "oracle"], "drafter = 'oracle'"),
-        (["--clock", "sun"], "clock = 'sun'"),
+        (["--drafter", "oracle"], "--drafter = 'oracle'"),
+        (["--clock", "sun"], "--clock = 'sun'"),
         (["--out", "/nowhere/results.jsonl"], "--out = '/nowhere/results.jsonl': cannot be written"),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_report_of_something_else_is_refused_by_name(call, tmp_path: Path, con
     file = tmp_path / "other.jsonl"
     file.write_text(content)
     code, _, said = call("bench", "report", str(file), "--out", str(tmp_path / "report"))
-    assert (code, "other.jsonl" in said, "Traceback" in said) == (1, True, False), said
+    assert (code, "other.jsonl" in said, "Traceback" in said) == (2, True, False), said
 
 
 def test_one_run_has_no_spread() -> None:

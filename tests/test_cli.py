@@ -89,14 +89,20 @@ def test_an_interruption_keeps_what_is_finished(
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("generate", "a", "--k", "-1"), 2, "k = -1"),
-        (("generate", "a", "--temperature", "-1"), 2, "temperature"),
+        (("generate", "a", "--k", "-1"), 2, "--k = -1"),
+        (("generate", "a", "--k=-1"), 2, "--k = -1"),
+        (("generate", "a", "--batch", "0"), 2, "--batch = 0"),
+        (("generate", "a", "--max-tokens", "0"), 2, "--max-tokens = 0"),
+        (("generate", "a", "--temperature", "-1"), 2, "--temperature = -1.0"),
         (("generate", "a", "--strategy", "magic"), 2, "use one of ragged"),
         (("generate", "a", "--dtype", "int3"), 2, "dtype"),
         (("generate", "a", "--bogus"), 2, "bogus"),
         (("generate", "a", "--k", "x"), 2, "--k"),
         (("generate", "--file", "/nowhere.txt"), 2, "/nowhere.txt"),
-        (("generate", "a", "--target", "./nowhere"), 1, "no such folder"),
+        (("generate", "a", "--target", "./nowhere"), 2, "--target = './nowhere': no such folder"),
+        (("generate", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
+        (("audit", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
+        (("audit", "a", "--batch", "0"), 2, "--batch = 0"),
         (("generate", "x " * 600), 1, "leaves no room"),
         (("nonsense",), 2, "nonsense"),
     ],
@@ -226,6 +232,13 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     text = console.export_text()
     assert "100.00 % identical" in text
     assert "speculative, k = 2" in text
+
+
+def test_the_demo_without_a_draft_shows_plain_decoding(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("faircopy.terminal.demo.choose_prompts", lambda: ["Tom had", "The dog saw"])
+    code, out, _ = call("demo", "--draft", "none", "--max-tokens", "8")
+    assert code == 0
+    assert "100.00 % identical" in out and "speculative, k" not in out
 
 
 def test_the_bundled_pair_keeps_its_word() -> None:

@@ -59,9 +59,9 @@ def run(
     writable("--out", out)
     if threads or target is None:
         torch.set_num_threads(threads or 1)
-    drafters = drafter or ["model" if draft or target is None else "ngram"]
-    draft = bundled.named(draft) if target is None else draft
-    pair = load_pair(target or bundled.target(), draft, dtype=dtype, device=device, exact=exact)
+    own = bundled.draft_for(target, draft)
+    drafters = drafter or ["model" if own else draft or "ngram"]
+    pair = load_pair(target or bundled.target(), own, dtype=dtype, device=device, exact=exact)
     cases = [
         Case(*choice, refill=refill)
         for choice in product(

@@ -2,9 +2,9 @@
 
 States entering layers 2, n/2 and n - 3 are fused to one; the layer's attention reads it beside the token's embedding,
 its output is what the next step reads instead of a fused state. The output layer is its own, over the target's most
-frequent tokens (option `draft_vocab`: how many). Training-time test: the layer runs `unroll` times over a text, each time fed what it said
-before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8 of the one
-before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
+frequent tokens (`draft_vocab` of them). Training-time test: the layer runs `unroll` times over a text, each time fed
+what it said before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8
+of the one before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
 
 `style="eagle1"` is the method's ancestor for comparison: the final state alone, the target's own output layer, no
 training-time test, and a loss of smooth L1 to the target's next state plus a tenth of its distribution, with noise on
