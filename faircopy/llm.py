@@ -125,7 +125,7 @@ class LLM:
         self.model = self._load("target", target)
         self.tokenizer = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
         eos = load_eos(target) if isinstance(target, str) else frozenset(getattr(target, "eos", ()))
-        drafter, model = self._draft(draft)
+        drafter, model = self.load_draft(draft)
         self.engine: Engine = build_engine(self.model, drafter, draft=model, config=self.config, eos=eos)
 
     def generate(
@@ -235,8 +235,8 @@ class LLM:
             raise ConfigError(name, model, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
         return model  # type: ignore[no-any-return]
 
-    def _draft(self, draft: Any) -> tuple[Drafter | None, Model | Head | None]:
-        """The drafter, or the model or head to draft with."""
+    def load_draft(self, draft: Any) -> tuple[Drafter | None, Model | Head | None]:
+        """The drafter, or the model or head to draft with, checked against the target."""
         draft = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
         if draft is None or isinstance(draft, Drafter):
             return draft, None

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from faircopy.drafters.folder import load_head
 from faircopy.drafters.heads import Head
 from faircopy.llm import LLM
-from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Models, and the words of the target."""
+    """A target, its draft, and its tokenizer."""
 
     target: Model
     draft: Model | Head | None
@@ -23,9 +21,6 @@ class Pair:
 
 
 def load_pair(target: str, draft: str | None, **options: Any) -> Pair:
-    """Two checkpoints, tested as LLM tests them, or a target and a head of its own; options are LLM's."""
+    """A target, and a draft model or head for it, loaded and checked by LLM; options are LLM's."""
     llm = LLM(target, memory="64MiB", **options)
-    if draft is not None and is_head(draft):
-        return Pair(llm.model, load_head(draft, llm.model), llm.encode)
-    small = LLM(draft, memory="64MiB", **options).model if draft is not None else None
-    return Pair(llm.model, small, llm.encode)
+    return Pair(llm.model, None if draft is None else llm.load_draft(draft)[1], llm.encode)

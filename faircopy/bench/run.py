@@ -20,7 +20,7 @@ from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine, build_engine
 from faircopy.errors import ConfigError
-from faircopy.layout.base import cache_dtype
+from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
 from faircopy.strategy import STRATEGIES
 from faircopy.types import Request, SamplingParams
@@ -162,13 +162,7 @@ def _memory(bench: Bench, case: Case, workload: Workload) -> int:
     longest = max(map(len, workload.prompts)) + workload.tokens * (case.k + 1) + 64
     rows = case.batch if case.strategy != "pool" else EngineConfig(max_batch=case.batch).window()
     models = [bench.target, *([bench.draft] if bench.draft is not None else [])]
-    return 2 * rows * longest * sum(map(token_bytes, models))
-
-
-def token_bytes(model: Model | Head) -> int:
-    """Keys and values of one token."""
-    size = cache_dtype(model.dtype, model.device).itemsize
-    return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)
+    return 2 * rows * longest * sum(map(kv_bytes_per_token, models))
 
 
 def _measure(bench: Bench, entries: list[_Entry], workload: Workload, progress: Progress) -> None:
@@ -222,7 +216,7 @@ def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = ti
     seconds = clock() - begin
     now = engine.meter.snapshot()
     counters = {name: now[name] - before[name] for name in COUNTERS}
-    peak = engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
+    peak = engine.meter.pages_peak * engine.tables.page * kv_bytes_per_token(engine.target.model)
     whole = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Pass([seq.output for seq in seqs], seconds, decode, decoded, counters, peak, whole)
 

@@ -9,7 +9,7 @@ import torch
 
 from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
-from faircopy.layout.base import Packed
+from faircopy.layout.base import Packed, kv_bytes_per_token
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
@@ -37,7 +37,7 @@ def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QW
             model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"), exact)
             times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
             read = weight_bytes(model)
-            floors = [(read + cache_bytes(model, batch, context)) / rate * 1e3 for batch, _ in PASSES]
+            floors = [(read + batch * context * kv_bytes_per_token(model)) / rate * 1e3 for batch, _ in PASSES]
             del model
             torch.cuda.empty_cache()
         for n, (batch, rows) in enumerate(PASSES):
@@ -90,7 +90,3 @@ def _sequence(n: int, length: int, tables: Tables, room: int) -> Sequence:
 def weight_bytes(model: DenseModel, head: bool = True) -> int:
     """Bytes of weights a pass reads: everything but the embedding's unread rows."""
     return model.weights.layer_bytes + (model.weights.head_bytes if head else 0)
-
-
-def cache_bytes(model: Model, batch: int, context: int) -> int:
-    return sum(2 * shape.kv_heads * shape.head_dim * 2 * batch * context for shape in model.layers)
