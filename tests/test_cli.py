@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cl
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
 from faircopy.terminal.prompts import read_prompts
+from runs import demo_recording
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
@@ -232,6 +234,17 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     text = console.export_text()
     assert "100.00 % identical" in text
     assert "speculative, k = 2" in text
+
+
+def test_the_recording_of_the_demo_shows_every_piece() -> None:
+    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, memory="64MiB")
+    prompts, pieces, steps = demo_recording.record(llm, choose_prompts()[:2], 48)
+    drawn = demo_recording.picture(prompts, pieces, steps, "audit: fine")
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
+    assert [text for text in texts if text in ("$ faircopy demo", "audit: fine")] == ["$ faircopy demo", "audit: fine"]
+    assert {piece.text.strip() for piece in pieces if piece.text.strip()} <= set(texts)
+    assert {piece.drafted for piece in pieces} == {True, False}
+    assert llm.engine.tables.held() == 0
 
 
 def test_the_demo_without_a_draft_shows_plain_decoding(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
