@@ -1,4 +1,4 @@
-"""What the user chose, checked and completed once; nobody changes it afterwards."""
+"""What the user chose, checked and completed once; immutable afterwards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from faircopy.errors import ConfigError
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GPU_RESERVE = 2 << 30  # bytes left alone on a GPU: contexts, graphs, other people's scratch
+GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, scratch of other processes
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every knob of the engine. None of them changes a token of exact output except dtype and device."""
+    """Every option of the engine.
+
+    With strategy="ragged", verifier="exact" and exact=True, the defaults, only dtype and device change the tokens.
+    """
 
     k: int = 4
     dtype: str = "auto"
@@ -37,7 +40,7 @@ class EngineConfig:
     graphs: bool = True  # on a GPU: capture the steady state
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
-    refill: bool | None = None  # newcomers join a running batch; None: as the strategy was published
+    refill: bool | None = None  # new requests join a running batch; None: as the strategy was published
     pool_window: int | None = None  # strategy "pool": sequences to choose from; None: 48, or two batches
     pool_sort: bool = False  # strategy "pool": shortest prompts first
 
@@ -139,7 +142,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise ConfigError(owner, name, "unknown option", hint)
 
 
-# vLLM's words for what we call draft, k and lookup lengths.
+# vLLM's names for what we call draft, k and lookup lengths.
 _SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3"}
 _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 

@@ -96,9 +96,9 @@ class LLM:
 
     target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a head trained for
     this target, "ngram", a Drafter of your own, or None.
-    Options are the fields of EngineConfig: dtype, device, strategy, max_batch, memory, exact, verifier, chunk, page,
-    prefix_reuse, lookup_min, lookup_max, refill, pool_window, pool_sort. speculative_config takes vLLM's keys instead
-    of draft and k.
+    Options are the fields of EngineConfig: dtype, device, strategy, verifier, exact, max_batch, chunk, memory, page,
+    prefix_reuse, graphs, lookup_min, lookup_max, refill, pool_window, pool_sort. speculative_config takes vLLM's keys
+    instead of draft and k.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from faircopy import LLM, BatchError, ConfigError, NumericsError, OutOfPages, RequestError, SamplingParams
+from faircopy.config import EngineConfig
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.testing import ByteTokenizer, SpyDrafter, TableModel, cacheless, plain
@@ -258,6 +259,11 @@ def test_speculative_config_takes_the_known_keys_and_refuses_others() -> None:
         an_llm("ngram", speculative_config={"method": "ngram"})
     with pytest.raises(ConfigError, match="missing"):
         an_llm(speculative_config={"method": "draft_model"})
+
+
+def test_the_list_of_options_is_complete() -> None:
+    listed = str(LLM.__doc__).split("fields of EngineConfig: ")[1].split(".")[0]
+    assert {name.strip() for name in listed.split(",")} == set(EngineConfig.__dataclass_fields__) - {"k"}
 
 
 @pytest.mark.parametrize(
