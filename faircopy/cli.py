@@ -15,7 +15,15 @@ import typer
 from rich.console import Console
 
 from faircopy import __version__, bundled
-from faircopy.errors import BatchError, ConfigError, DraftError, FaircopyError, NumericsError, OutOfPages
+from faircopy.errors import (
+    CheckpointError,
+    ConfigError,
+    FaircopyError,
+    NumericsError,
+    OutOfPages,
+    RequestError,
+    UnsupportedModel,
+)
 from faircopy.terminal.bench import app as bench
 from faircopy.terminal.guard import option_of, stoppable, writable
 
@@ -132,7 +140,9 @@ def demo(
 def audit(
     prompts: Prompts = None,
     file: File = None,
-    url: Annotated[list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is right.")] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is the reference.")
+    ] = None,
     target: Target = None,
     draft: Annotated[list[str] | None, typer.Option(help="Drafts to try: folders, hub ids, 'ngram'.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", help="Draft lengths to try.")] = None,
@@ -271,7 +281,8 @@ def main() -> None:
         app()
     except FaircopyError as error:
         print(f"faircopy: {error.describe(option_of(error, sys.argv[1:]))}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, NumericsError | OutOfPages | DraftError | BatchError) else 2)
+        unusable = isinstance(error, ConfigError | RequestError | CheckpointError | UnsupportedModel)
+        sys.exit(2 if unusable and not isinstance(error, NumericsError | OutOfPages) else 1)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def test_an_interruption_keeps_what_is_finished(
         (("generate", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
         (("audit", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
         (("audit", "a", "--batch", "0"), 2, "--batch = 0"),
+        (("audit", "a", "--url", "localhost:1", "--url", "localhost:2"), 2, "--url = 'localhost:1': not an http"),
+        (("audit", "a", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9"), 1, "cannot be reached"),
         (("generate", "x " * 600), 1, "leaves no room"),
         (("nonsense",), 2, "nonsense"),
     ],

@@ -12,7 +12,13 @@ import typer
 
 from faircopy.errors import ConfigError, FaircopyError
 
-OPTIONS = {"max_batch": "--batch", "model": "--target"}  # fields that the command line has another name for
+OPTIONS = {  # fields that the command line has another name for
+    "batches": "--batch",
+    "ks": "--k",
+    "max_batch": "--batch",
+    "model": "--target",
+    "urls": "--url",
+}
 
 
 def stoppable(command: Callable[..., None]) -> Callable[..., None]:
