@@ -19,7 +19,7 @@ from faircopy.layout.pool import PagePool
 from faircopy.llm import LLM
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
-from faircopy.papers.dense import AlignedLayout, DenseLayout, Feed, SharedLayout
+from faircopy.papers.dense import AlignedLayout, DenseLayout, RowInput, SharedLayout
 from faircopy.papers.policies import WholeBatches
 from faircopy.papers.row_tables import RowTables
 from faircopy.plan.length import FixedLength
@@ -31,9 +31,9 @@ from faircopy.verify.exact import ExactVerifier
 class WrongPositions(SharedLayout):
     """Position ids out of step: a token's position is its column, so padding counts."""
 
-    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> Feed:
-        feed = super()._feed(batch, draft, i, done)
-        feed.where = feed.first + np.arange(len(feed.where))
+    def _row_input(self, batch: Batch, draft: Draft, i: int, done: int) -> RowInput:
+        feed = super()._row_input(batch, draft, i, done)
+        feed.positions = feed.first + np.arange(len(feed.positions))
         return feed
 
 
@@ -41,28 +41,28 @@ class WrongMask(SharedLayout):
     """Mask out of step: what was rejected, and padding, stays visible."""
 
     def _masks(
-        self, feeds: list[Feed], where: Ints, shape: tuple[int, int, int]
+        self, inputs: list[RowInput], where: Ints, shape: tuple[int, int, int]
     ) -> dict[tuple[int, int], torch.Tensor]:
-        true = self._place
-        self._place = true.copy()
-        self._place[:, : feeds[0].first].clip(min=0, out=self._place[:, : feeds[0].first])
+        true = self._positions
+        self._positions = true.copy()
+        self._positions[:, : inputs[0].first].clip(min=0, out=self._positions[:, : inputs[0].first])
         try:
-            return super()._masks(feeds, where, shape)
+            return super()._masks(inputs, where, shape)
         finally:
-            self._place = true
+            self._positions = true
 
 
 class WrongCache(AlignedLayout):
     """Cache out of step: tokens, positions and mask are realigned, keys and values stay where they were."""
 
     def align(self, seqs: list[Sequence], room: int) -> None:
-        seats, pools = dict(self._seats), [*self._keys, *self._values]
+        rows, pools = dict(self._row_of), [*self._keys, *self._values]
         super().align(seqs, room)
         for new, old in zip((*self._keys, *self._values), pools, strict=True):
             width = min(new.shape[1], old.shape[1])
-            for seq, row in seats.items():
-                if seq in self._seats:
-                    new[self._seats[seq], :width] = old[row, :width]
+            for seq, row in rows.items():
+                if seq in self._row_of:
+                    new[self._row_of[seq], :width] = old[row, :width]
 
 
 DESIGNS: dict[str, type[DenseLayout]] = {

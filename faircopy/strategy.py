@@ -28,10 +28,10 @@ MakeLayout = Callable[[Tables, Model, EngineConfig, bool, "Suite | None"], Layou
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Who runs together, and how their keys and values lie in memory."""
+    """Which sequences run together, and how their keys and values lie in memory."""
 
     layout: MakeLayout
-    refills: bool  # as published: newcomers join at once, or when the whole batch is done
+    refills: bool  # as published: new sequences join at once, or when the whole batch is done
     dense: bool = True
     same_length: bool = False
 
@@ -75,8 +75,8 @@ def _aligned(
 ) -> Layout:
     """In EQSPEC only the draft skips sequences that are done before their batch is."""
     assert isinstance(tables, RowTables)
-    keeps_vacant = not (lazy or drafting)
-    return AlignedLayout(tables, model.layers, model.dtype, model.device, lazy, keeps_vacant)
+    keeps_free_rows = not (lazy or drafting)
+    return AlignedLayout(tables, model.layers, model.dtype, model.device, lazy, keeps_free_rows)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -281,7 +281,7 @@ def test_memory_is_kept_to_when_rows_die() -> None:
             engine.step()
             for layout in engine.layouts:
                 assert isinstance(layout, DenseLayout)
-                assert layout._place.size <= engine.tables.pool.pages * 8 + 6 * 4, strategy
+                assert layout._positions.size <= engine.tables.pool.pages * 8 + 6 * 4, strategy
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def _scored(
 
 
 def ancestry(fed: int, parents: list[int]) -> NDArray[np.bool_]:
-    """Tokens see those before them, nodes all tokens and their ancestors, everybody itself."""
+    """[fed + nodes, fed + nodes]: tokens attend to those before, nodes to all tokens and ancestors, each to itself."""
     sees = np.tri(fed + len(parents), dtype=np.bool_)
     straight = all(parent == node - 1 for node, parent in enumerate(parents))
     for node, parent in enumerate([] if straight else parents):
@@ -52,7 +52,7 @@ def ancestry(fed: int, parents: list[int]) -> NDArray[np.bool_]:
 def visible(
     window: int, where: Tensor, place: Tensor, own: Tensor, their: Tensor, sees: Tensor, idle: Tensor
 ) -> Tensor:
-    """[rows, queries, columns] true where a query may look."""
+    """[rows, queries, columns]: true where a query may attend."""
     old = (place != PAD)[:, None, :].expand(-1, where.shape[1], -1)
     if window:
         old = old & (where[:, :, None] - place[:, None, :] < window)
