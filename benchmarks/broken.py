@@ -131,7 +131,7 @@ def main(count: int = 16, tokens: int = 48) -> None:
         for outcome in compare(llm.model, draft, prompts, batch, tokens, k=4):
             start = llm.decode(outcome.example)[:60].replace("\n", " ")
             print(
-                f"batch {batch}  {outcome.design:26s} {outcome.identical:2d}/{outcome.of} texts as plain, "
+                f"batch {batch}  {outcome.design:26s} {outcome.identical:2d}/{outcome.of} texts equal to plain, "
                 f"{outcome.prefix:4.0%} before the first error  {start!r}"
             )
 

@@ -77,7 +77,7 @@ class Session:
         return LLM(bundled.target(), own, device=self.device, **options)
 
     def universal(self) -> Any:
-        """The bundled target through the door that serves any transformers model."""
+        """The bundled target on the transformers backend."""
         if self._universal is None:
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
             self._universal = load_model(bundled.target(), kind, torch.device(self.device), True, "universal")
@@ -114,22 +114,22 @@ def exact(session: Session) -> Rows:
         if session.late:
             return
         prompts = session.prompts(count)
-        wanted = {heat: params(count, tokens, heat) for heat in (0.0, 0.8)}
+        wanted = {temperature: params(count, tokens, temperature) for temperature in (0.0, 0.8)}
         llm = session.llm(which, None, k=0, max_batch=64)
-        plain = {heat: texts(llm, prompts, asked) for heat, asked in wanted.items()}
+        plain = {temperature: texts(llm, prompts, asked) for temperature, asked in wanted.items()}
         llm = session.llm(which, None, k=0, max_batch=1)
-        for heat, asked in wanted.items():
+        for temperature, asked in wanted.items():
             lonely = texts(llm, prompts[:alone], asked[:alone])
-            yield verdict(which, heat, {"plain": "batch 64 against batch 1"}, lonely, plain[heat][:alone])
+            yield verdict(which, temperature, {"plain": "batch 64 against batch 1"}, lonely, plain[temperature][:alone])
         for drafter, k, options, share in ways(which):
             if session.late:
                 return
             part = max(1, count // share)
             llm = session.llm(which, drafter, k=k, **options)
-            for heat, asked in wanted.items():
+            for temperature, asked in wanted.items():
                 got = texts(llm, prompts[:part], asked[:part])
                 about = {"drafter": drafter, "k": k, **options, **counts(llm)}
-                yield verdict(which, heat, about, plain[heat][:part], got)
+                yield verdict(which, temperature, about, plain[temperature][:part], got)
         del llm
 
 

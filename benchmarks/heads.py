@@ -259,8 +259,8 @@ class Decoded:
     texts: list[list[int]]
 
 
-def decode(engine: Engine, prompts: list[list[int]], tokens: int, heat: float = 0.0) -> Decoded:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=heat)
+def decode(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> Decoded:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature)
     seqs = [engine.add(Request(tuple(prompt), params, seed=n)) for n, prompt in enumerate(prompts)]
     engine.step()
     emitted, steps = sum(len(seq.output) for seq in seqs), sum(seq.steps for seq in seqs)
@@ -328,21 +328,21 @@ def timed(engine: Engine, prompts: list[list[int]], tokens: int) -> Decoded:
 
 
 def measure_exactness(bench: Bench, prompts: list[list[int]]) -> None:
-    """All drafters and trees, greedy and sampled: how many texts are plain decoding's."""
+    """All drafters and trees, greedy and sampled: how many texts equal plain decoding."""
     many = cycle(prompts, 3 * bench.args.accept_batch)
-    for heat in (0.0, 0.8):
-        plain = decode(engine_for(bench, None, 0, bench.args.accept_batch), many, bench.args.new, heat).texts
+    for temperature in (0.0, 0.8):
+        plain = decode(engine_for(bench, None, 0, bench.args.accept_batch), many, bench.args.new, temperature).texts
         for variant, k, tree in speeds()[1:]:
             name = name_of(variant, k, tree)
             if not (bench.folder(variant) / "config.json").exists() or bench.left() < 0:
                 continue
-            if bench.known(target=bench.name, kind="exact", variant=name, heat=heat):
+            if bench.known(target=bench.name, kind="exact", variant=name, heat=temperature):
                 continue
             texts = decode(
-                engine_for(bench, variant, k, bench.args.accept_batch, tree), many, bench.args.new, heat
+                engine_for(bench, variant, k, bench.args.accept_batch, tree), many, bench.args.new, temperature
             ).texts
             same = sum(a == b for a, b in zip(texts, plain, strict=True))
-            bench.note(kind="exact", variant=name, heat=heat, identical=same, of=len(plain))
+            bench.note(kind="exact", variant=name, heat=temperature, identical=same, of=len(plain))
 
 
 def run(bench: Bench) -> None:
@@ -377,7 +377,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         _show_grid("extra tokens per step", [r for r in mine if r["kind"] == "acceptance"], "tree", "extra", 2)
         _show_grid("tokens/s by batch", [r for r in mine if r["kind"] == "speed"], "batch", "rate", 0)
         exact = [row for row in mine if row["kind"] == "exact"]
-        print(f"\ntexts as plain: {sum(row['identical'] for row in exact)} of {sum(row['of'] for row in exact)}")
+        print(f"\ntexts equal to plain: {sum(row['identical'] for row in exact)} of {sum(row['of'] for row in exact)}")
 
 
 def _show_accuracy(rows: list[dict[str, Any]]) -> None:

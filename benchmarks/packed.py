@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu import Gaps, Session, params, say, texts, timed, verdict
 from faircopy import LLM
 
-WAYS: dict[str, dict[str, Any]] = {"from the host": {"graphs": False}, "packed": {}, "padded": {}}
+WAYS: dict[str, dict[str, Any]] = {"eager": {"graphs": False}, "packed": {}, "padded": {}}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -25,15 +25,15 @@ def main(arguments: list[str] | None = None) -> None:
     session = Session(args)
     memory = "16MiB" if args.small else "16GiB"
     prompts = session.prompts(2 * args.batch)
-    wanted = {heat: params(len(prompts), args.tokens, heat) for heat in (0.0, 0.8)}
+    wanted = {temperature: params(len(prompts), args.tokens, temperature) for temperature in (0.0, 0.8)}
     llm = session.llm(args.which, None, k=0, max_batch=args.batch, memory=memory)
-    plain = {heat: texts(llm, prompts, asked) for heat, asked in wanted.items()}
+    plain = {temperature: texts(llm, prompts, asked) for temperature, asked in wanted.items()}
     for way, options in WAYS.items():
         llm = session.llm(args.which, "ngram", k=args.k, max_batch=args.batch, memory=memory, **options)
         if way == "padded" and llm.engine.replay is not None:
             llm.engine.replay.packs = False
-        for heat, asked in wanted.items():  # before warming up: graphs are made while others fly
-            say(verdict(args.which, heat, {"rows": way}, plain[heat], texts(llm, prompts, asked)))
+        for temperature, asked in wanted.items():  # before warming up: graphs are captured while steps are in flight
+            say(verdict(args.which, temperature, {"rows": way}, plain[temperature], texts(llm, prompts, asked)))
         say({"rows": way, "batch": args.batch, "k": args.k, **measured(llm, prompts[: args.batch], args.tokens)})
 
 

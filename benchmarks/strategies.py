@@ -19,7 +19,7 @@ from benchmarks.inflate import inflated_model
 from faircopy import bundled
 from faircopy.bench.pair import Pair, load_pair
 from faircopy.bench.record import append
-from faircopy.bench.run import HOST, PADDED, Bench, Case, run, spread
+from faircopy.bench.run import EAGER, PADDED, Bench, Case, run, spread
 from faircopy.bench.shapes import QWEN3
 from faircopy.bench.workloads import Workload, held_out, retold
 from faircopy.model.loader import load_tokenizer
@@ -37,7 +37,7 @@ EMS = (
     ("ragged", True), ("ragged", False), ("ems", False), ("unpad_inputs", False), ("unpad_cache", False),
     ("padded", False),
 )  # fmt: skip
-CAPTURED = (PADDED, HOST)  # on a GPU beside packed rows in graphs: padded ones, and steps packed by the host
+CAPTURED = (PADDED, EAGER)  # on a GPU beside packed rows in graphs: padded rows in graphs, and eager steps
 EXSPEC = (("ragged", True), ("ragged", False), ("padded", False), ("realign", False), ("realign", True), ("pool", None))
 
 
@@ -84,7 +84,7 @@ def say(record: dict[str, Any]) -> None:
     print(
         f"{record['workload']:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
         f"({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
-        f"{record['identical']}/{record['of']} as plain",
+        f"{record['identical']}/{record['of']} equal to plain",
         flush=True,
     )
 

@@ -66,7 +66,7 @@ def pass_ms(model: Model, batch: int, rows: int, context: int, first: bool = Fal
 
 
 def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
-    """A layout filled with noise and a pass of so many rows for each sequence at this context."""
+    """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
     tables = Tables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)
     for layer in range(len(model.layers)):

@@ -1,6 +1,6 @@
-"""What a checkpoint is made of, for those who build on it: sizes, the last layer's weights, what tells it from others.
+"""What draft heads need to know of a checkpoint: sizes, the last layer's weights, a fingerprint.
 
-Also the folders that heads are kept in, since only this room knows file formats.
+Also reading and writing the folders of draft heads, since only this room knows file formats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A causal language model's sizes, in the words of its layers."""
+    """A causal language model's sizes, by the names that decoder layers use."""
 
     vocab: int
     depth: int

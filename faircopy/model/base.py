@@ -1,4 +1,4 @@
-"""What the runner needs of a model, whichever door it came through."""
+"""What the runner needs of a model, whichever backend runs it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FINAL = -1  # the normalised state that a model's head reads
 
 
 class Taps:
-    """Keeps the hidden states somebody wants of a pass, a row per token: n is what enters layer n, or leaves the last.
+    """Keeps the wanted hidden states of a pass, a row per token: n is what enters layer n, or leaves the last.
 
-    It keeps references: whoever goes on to write into a state hands over a copy.
+    It keeps references: a model that goes on to write into a state passes copy=True.
     """
 
     def __init__(self, wants: tuple[int, ...]) -> None:

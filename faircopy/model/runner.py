@@ -18,7 +18,7 @@ class Result:
 
     packed: Packed
     logits: Tensor  # [R, vocab]
-    healthy: Tensor | None = None  # [N] which rows had finite states, padding left out; None: nobody looked
+    healthy: Tensor | None = None  # [N] which rows had finite states, padding left out; None: not checked
     states: dict[int, Tensor] = field(default_factory=dict)  # wanted layer -> [N, hidden] of the same rows, see Taps
 
     def of(self, i: int) -> Tensor:
