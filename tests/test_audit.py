@@ -169,7 +169,7 @@ class TestModels:
             assert difference.threshold == pytest.approx(64 * 2**-23 * 9, rel=0.1)
             assert not report.passed  # a tie is an explanation, not an excuse
 
-    def test_a_close_race_between_others_excuses_nobody(self) -> None:
+    def test_a_near_tie_between_other_tokens_explains_nothing(self) -> None:
         scores = torch.tensor([9.0, 9.0 - 1e-6, 3.0])
         assert judge(scores, 0, 1, rounding(scores, torch.float32)).kind == "tie"
         assert judge(scores, 0, 2, rounding(scores, torch.float32)).kind == "bug"
