@@ -38,7 +38,7 @@ LevelLoss = Callable[[Guess, Teaching], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class HeadObjective:
     """How a method's head is trained."""
 
     level_loss: LevelLoss
@@ -47,17 +47,17 @@ class Objective:
     clipping: dict[str, Any] = field(default_factory=dict)  # of gradients, where the paper says so: see loop.Settings
 
 
-def objective_of(head: Head) -> Objective:
+def objective_of(head: Head) -> HeadObjective:
     """By method; cross entropy with the text where the paper says nothing else."""
     if head.config.method == "clover2":
         loss = _regression(float(head.config.options.get("regression", REGRESSION)))
-        return Objective(loss, head.levels, decay=0.7, clipping={"clip": 0.5, "clip_each": True})
+        return HeadObjective(loss, head.levels, decay=0.7, clipping={"clip": 0.5, "clip_each": True})
     if isinstance(head, Eagle3):
-        return Objective(_eagle3(head) if head.own else _eagle1, head.unrolled)
-    return Objective(text_cross_entropy, head.levels)
+        return HeadObjective(_eagle3(head) if head.own else _eagle1, head.unrolled)
+    return HeadObjective(text_cross_entropy, head.levels)
 
 
-def head_loss(head: Head, objective: Objective, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
+def head_loss(head: Head, objective: HeadObjective, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
     """The levels' weighted loss, and per level the share of first guesses that are the target's choice."""
     total, metrics = torch.zeros((), device=lesson.tokens.device), {}
     for level, guess in enumerate(head.unroll(lesson.states, lesson.tokens, objective.levels)):
