@@ -29,7 +29,7 @@ from faircopy.drafters.networks.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.trees import Reranked, Tree
 from faircopy.engine import Engine, build_engine
 from faircopy.model.base import Model
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
@@ -173,7 +173,7 @@ def make_task(bench: Bench, variant: str, text: Tensor) -> tuple[Task, Any]:
         )  # fmt: skip
         draft = fresh(small, 1).to(bench.device)
         return Distil(draft, teacher.stock), draft
-    head = new_head(method, bench.target, stock_words(teacher.stock), seed=1, **options)
+    head = new_head(method, bench.target, stock_token_weights(teacher.stock), seed=1, **options)
     if isinstance(head, Eagle3):
         head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(bench.device)

@@ -30,7 +30,7 @@ from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.trees import Tree
 from faircopy.engine import build_engine
-from faircopy.model.base import FINAL, Model, Words
+from faircopy.model.base import FINAL, Model, TokenWeights
 from faircopy.model.loader import load_model
 
 
@@ -43,9 +43,9 @@ class WidenedHead(Head):
         self.small, self.wide = small, wide
         self._hidden = wide.config.shape.hidden
 
-    def bind(self, words: Words) -> Self:
-        self.wide.bind(words)
-        return super().bind(words)
+    def bind(self, weights: TokenWeights) -> Self:
+        self.wide.bind(weights)
+        return super().bind(weights)
 
     def serve(self) -> Self:
         self.small.serve()
@@ -106,7 +106,7 @@ def drafter(args: argparse.Namespace, variant: str, small_target: Model, target:
         kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
         return inflated_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
     small = load_head(folder, small_target).to(target.dtype)
-    return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.words())
+    return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.token_weights())
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What can go wrong, in the user's words: every error names the field, its value and the remedy."""
+"""What can go wrong: every error names the field that the user set, its value, the problem and the remedy."""
 
 from __future__ import annotations
 

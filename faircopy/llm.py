@@ -24,7 +24,7 @@ from faircopy.engine import Engine, build_engine, check_request
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
-from faircopy.model.loader import load_eos, load_model, load_tokenizer, same_words
+from faircopy.model.loader import load_eos, load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.selftest import self_test
 from faircopy.text import IncrementalText
 from faircopy.types import FinishReason, Logprobs, Request, SamplingParams, Sequence
@@ -246,13 +246,14 @@ class LLM:
             return None, load_head(draft, self.model)
         model = self._load("draft", draft)
         theirs = load_tokenizer(draft) if isinstance(draft, str) else self.tokenizer
-        difference = same_words(self.tokenizer, theirs, (self.model.vocab, model.vocab))
+        difference = vocabulary_difference(self.tokenizer, theirs, (self.model.vocab, model.vocab))
         if difference:
-            raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
+            problem = f"draft and target have different vocabularies: {difference}"
+            raise ConfigError("draft", model.name, problem, "use a draft with the target's tokenizer")
         return None, model
 
     def request(self, prompt: Prompt, params: SamplingParams, k: int | None = None, streamed: bool = False) -> Request:
-        """A prompt in the engine's words, for callers that step the engine themselves."""
+        """A prompt as the engine takes it, for callers that step the engine themselves."""
         if not isinstance(params, SamplingParams):
             raise RequestError("params", params, "not SamplingParams", "pass SamplingParams(...)")
         ids = self.encode(prompt)

@@ -41,10 +41,10 @@ def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], nam
         torch.testing.assert_close(result.states[layer][2:], whole.hidden_states[layer][0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result.states[FINAL][2:], whole.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
     assert result.states[2].shape == (10, 64)
-    words = model.words()
-    logits = result.states[FINAL] @ words.rows.T
+    weights = model.token_weights()
+    logits = result.states[FINAL] @ weights.rows.T
     torch.testing.assert_close(logits[-4:], result.of(1), rtol=1e-4, atol=1e-4)
-    assert torch.equal(words.embedding[text], result.states[0][2:7])
+    assert torch.equal(weights.embedding[text], result.states[0][2:7])
 
 
 def test_nobody_asks_and_nothing_is_kept(checkpoint: Callable[..., str]) -> None:

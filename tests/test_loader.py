@@ -212,7 +212,7 @@ def test_a_shard_that_is_missing_is_named(checkpoint: Callable[..., str], tmp_pa
         LLM(str(tmp_path), **OPTIONS)
 
 
-def test_a_draft_with_other_words_is_refused_with_the_first_difference(
+def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(
     copy: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = copy()

@@ -19,7 +19,7 @@ from faircopy.drafters.networks.blocks import Attend, BlockShape, causal
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape
-from faircopy.model.base import Words
+from faircopy.model.base import TokenWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,13 @@ class Head(nn.Module, ABC):
         self.config, self.wants, self.levels = config, wants, config.levels
         self.layers: list[LayerShape] = [config.shape.cached] * layers
         self.name, self.vocab, self.context = config.method, config.vocab, config.shape.context
-        self._words: Words | None = None
+        self._token_weights: TokenWeights | None = None
         self._product: Product | None = None
 
     @property
-    def words(self) -> Words:
-        assert self._words is not None, "a head was used before it was bound to its target"
-        return self._words
+    def token_weights(self) -> TokenWeights:
+        assert self._token_weights is not None, "a head was used before it was bound to its target"
+        return self._token_weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,14 +91,14 @@ class Head(nn.Module, ABC):
         """Trained parameters."""
         return sum(p.numel() for p in self.parameters())
 
-    def bind(self, words: Words) -> Self:
+    def bind(self, weights: TokenWeights) -> Self:
         """Share the target's embedding and head; they are not part of its own weights."""
-        self._words = words
+        self._token_weights = weights
         return self
 
     def serve(self) -> Self:
         """From now on it only guesses: the target's head is packed as the target packs its own."""
-        self._product = product(self.words.rows.to(self.dtype), self.words.bias, exact=False)
+        self._product = product(self.token_weights.rows.to(self.dtype), self.token_weights.bias, exact=False)
         return self.eval()
 
     @abstractmethod
@@ -132,13 +132,13 @@ class Head(nn.Module, ABC):
 
     def speak(self, out: Tensor) -> Tensor:
         """Logits of states, through the target's head."""
-        words = self.words
+        weights = self.token_weights
         if self._product is not None:
             logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
         else:
-            bias = None if words.bias is None else words.bias.to(out.dtype)
-            logits = F.linear(out, words.rows.to(out.dtype), bias)
-        return logits if words.divisor == 1.0 else logits / words.divisor
+            bias = None if weights.bias is None else weights.bias.to(out.dtype)
+            logits = F.linear(out, weights.rows.to(out.dtype), bias)
+        return logits if weights.divisor == 1.0 else logits / weights.divisor
 
     def _like(self) -> Tensor:
         return next(self.parameters())

@@ -10,7 +10,7 @@ from faircopy.kernels.linear import Product, product
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rotate
 from faircopy.layout.base import Cache, Packed
-from faircopy.model.base import FINAL, Taps, Words
+from faircopy.model.base import FINAL, Taps, TokenWeights
 from faircopy.model.weights import LayerWeights, Products, Source, Weights
 
 
@@ -39,8 +39,8 @@ class Decoder:
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
 
-    def words(self) -> Words:
-        return self.weights.words()
+    def token_weights(self) -> TokenWeights:
+        return self.weights.token_weights()
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""

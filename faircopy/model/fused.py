@@ -15,7 +15,7 @@ from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
-from faircopy.model.base import FINAL, Taps, Words
+from faircopy.model.base import FINAL, Taps, TokenWeights
 from faircopy.model.decoder import Decoder
 from faircopy.model.weights import Products, Source, Weights
 
@@ -50,8 +50,8 @@ class Fused:
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
         self._multiplier = float(weights.multiplier)  # as the type rounds it
 
-    def words(self) -> Words:
-        return self.weights.words()
+    def token_weights(self) -> TokenWeights:
+        return self.weights.token_weights()
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""

@@ -282,8 +282,8 @@ def load_eos(path: str) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def same_words(target: Any | None, draft: Any | None, sizes: tuple[int, int]) -> str | None:
-    """The first difference between two tokenizers, or None; heads padded to different sizes are no difference."""
+def vocabulary_difference(target: Any | None, draft: Any | None, sizes: tuple[int, int]) -> str | None:
+    """The first difference between two vocabularies, or None; output layers padded to other sizes are no difference."""
     if target is None or draft is None:
         return None if sizes[0] == sizes[1] else f"vocabularies of {sizes[0]} and {sizes[1]} tokens"
     ours, theirs = ({i: word for word, i in t.get_vocab().items()} for t in (target, draft))

@@ -13,7 +13,7 @@ from torch import Tensor
 from faircopy.kernels.linear import Product
 from faircopy.kernels.rope import rope_table
 from faircopy.layout.base import LayerShape
-from faircopy.model.base import Model, Words
+from faircopy.model.base import Model, TokenWeights
 
 Tensors = Callable[[str], Tensor | None]  # name -> tensor of the checkpoint, if it is there
 P = TypeVar("P", bound=Product, covariant=True)  # how a decoder multiplies
@@ -117,11 +117,11 @@ class Weights(Generic[P]):
         s = self.spec
         return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in s.windows]
 
-    def words(self) -> Words:
+    def token_weights(self) -> TokenWeights:
         """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""
         head = self.source.tensors("lm_head.weight")
         rows = self.embedding if head is None else head
-        return Words(self.embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
+        return TokenWeights(self.embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
 
     def _need(self, name: str) -> Tensor:
         tensor = self.source.tensors(name)

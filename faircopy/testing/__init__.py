@@ -17,7 +17,7 @@ from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
-from faircopy.model.base import FINAL, Model, Taps, Words
+from faircopy.model.base import FINAL, Model, Taps, TokenWeights
 from faircopy.model.runner import Result, Runner
 from faircopy.types import Batch, Draft, FinishReason, Logprobs, Request, SamplingParams, Sequence, Verdict
 
@@ -34,9 +34,9 @@ class TableModel:
         self.poison: int | None = None  # a token after which all logits are NaN
         self._table = torch.randn(7, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
-    def words(self) -> Words:
+    def token_weights(self) -> TokenWeights:
         """Its logits are its hidden states."""
-        return Words(torch.eye(self.vocab), torch.eye(self.vocab))
+        return TokenWeights(torch.eye(self.vocab), torch.eye(self.vocab))
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         if taps is not None:

@@ -16,7 +16,7 @@ from faircopy.config import EngineConfig
 from faircopy.drafters.folder import METHODS, new_head, save_head
 from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
 from faircopy.model.universal import context_length
 from faircopy.train.corpus import Answering, corpus
@@ -113,7 +113,7 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     _same_run(plan, {"method": method, "levels": levels, "options": options})
     text, held_out = _text(plan)
     teacher = _teacher(plan)
-    head = new_head(method, plan.target, stock_words(teacher.stock), levels, plan.seed, **options)
+    head = new_head(method, plan.target, stock_token_weights(teacher.stock), levels, plan.seed, **options)
     if isinstance(head, Eagle3):
         head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())

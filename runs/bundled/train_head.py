@@ -17,7 +17,7 @@ from torch import Tensor
 from faircopy import bundled
 from faircopy.drafters.folder import METHODS, new_head, save_head
 from faircopy.drafters.networks.eagle3 import Eagle3
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
 from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     kind = torch.bfloat16 if on_gpu(args) else torch.float32
     text, held_out = kept_text(args, kind)
     teacher = Teacher(load_stock(args.target, kind, torch.device(args.device)))
-    head = new_head(args.method, args.target, stock_words(teacher.stock), args.levels, args.seed)
+    head = new_head(args.method, args.target, stock_token_weights(teacher.stock), args.levels, args.seed)
     if isinstance(head, Eagle3):
         head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)

@@ -80,7 +80,7 @@ class Clover(Head):
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """The target's output rows for these tokens, at unit variance."""
-        rows = self.words.rows[tokens].to(self.dtype)
+        rows = self.token_weights.rows[tokens].to(self.dtype)
         return F.rms_norm(rows, (rows.shape[-1],), None, self.config.shape.eps)
 
     def tree(self, room: int) -> Tree:

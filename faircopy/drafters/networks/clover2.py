@@ -80,4 +80,4 @@ class Clover2(Head):
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """The target's output rows stand for tokens, as they are."""
-        return self.words.rows[tokens].to(self.dtype)
+        return self.token_weights.rows[tokens].to(self.dtype)

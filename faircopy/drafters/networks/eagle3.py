@@ -93,14 +93,14 @@ class Eagle3(Head):
         """The authors start from random weights; the output layer from the target's rows, which costs nothing."""
         if self.own:
             copy_matching(self.norm, {"weight": norm})
-            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+            copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def keep_frequent(self, counts: Tensor) -> None:
         """Guess only the most frequent tokens: counts [V] of the training text."""
         if self.own:
             kept = counts.argsort(descending=True, stable=True)[: len(self.words_kept)].sort().values
             self.words_kept.copy_(kept)
-            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+            copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def _fused(self, states: Tensor) -> Tensor:
         if self.own:
@@ -122,7 +122,7 @@ class Eagle3(Head):
         return Guess(logits.index_copy(-1, self.words_kept, few), memory, out)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.words.embedding[tokens].to(self.dtype)
+        return self.token_weights.embedding[tokens].to(self.dtype)
 
 
 class _Text:
