@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from faircopy import bundled
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
+from faircopy.draft_length import FixedLength
 from faircopy.drafters.model import ModelDrafter
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine
 from faircopy.kernels.attention import Ints
 from faircopy.layout.pool import PagePool
 from faircopy.llm import LLM
@@ -22,7 +24,6 @@ from faircopy.model.runner import Runner
 from faircopy.papers.dense import AlignedLayout, DenseLayout, RowInput, SharedLayout
 from faircopy.papers.policies import WholeBatches
 from faircopy.papers.row_tables import RowTables
-from faircopy.plan.length import FixedLength
 from faircopy.scheduler import Scheduler
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from faircopy.verify.exact import ExactVerifier
@@ -91,9 +92,9 @@ def engine_of(layout: type[DenseLayout], target: Model, draft: Model, batch: int
     tables = RowTables(PagePool(1024), 32)
     runner = Runner(target, layout(tables, target.layers, target.dtype, target.device))
     small = Runner(draft, DenseLayout(tables, draft.layers, draft.dtype, draft.device))
-    scheduler = Scheduler(tables, runner.layout.cached, WholeBatches(batch), 1 << 20)
+    scheduler = Scheduler(tables, runner.layout.cached, WholeBatches(batch), FixedLength(k), 1 << 20)
     drafter = ModelDrafter(small, target.vocab, 1 << 20)
-    return Engine(runner, tables, drafter, ExactVerifier(), scheduler, FixedLength(k))
+    return Engine(runner, tables, drafter, ExactVerifier(), scheduler)
 
 
 def write(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -200,25 +201,20 @@ def synchronize() -> None:
 
 
 class Gaps:
-    """Marks the beginning and end of each replayed step on the device's own clock."""
+    """Marks the beginning and end of each captured step on the device's own clock."""
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[tuple[Any, Any]] = []
-        replay = llm.engine.replay
-        if replay is not None and torch.cuda.is_available():
-            for place, (space, run) in list(replay._spaces.items()):
-                replay._spaces[place] = (space, self._marked(run))
+        if llm.engine.captured is not None and torch.cuda.is_available():
+            llm.engine.captured.around_steps(self._marked)
 
-    def _marked(self, run: Any) -> Any:
-        def marked() -> int:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
-            rows: int = run()
-            pair[1].record()
-            self.marks.append(pair)
-            return rows
-
-        return marked
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair[0].record()
+        yield
+        pair[1].record()
+        self.marks.append(pair)
 
     def summary(self) -> dict[str, float]:
         """Medians over the steps in the middle, in milliseconds."""

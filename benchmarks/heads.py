@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from faircopy.bench.record import write
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.networks.eagle3 import DEPTH, Eagle3
-from faircopy.drafters.trees import Reranked, Tree
-from faircopy.engine import Engine, build_engine
+from faircopy.drafters.trees import RerankedTree, Tree
+from faircopy.engine import Engine
 from faircopy.model.base import Model
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_model, load_stock
@@ -246,8 +247,8 @@ def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str 
     return build_engine(bench.model(), draft=draft, config=config)
 
 
-def same_tree(room: int) -> Tree:
-    return Reranked(room, DEPTH)
+def same_tree(max_nodes: int) -> Tree:
+    return RerankedTree(max_nodes, DEPTH)
 
 
 @dataclass(slots=True)

@@ -24,12 +24,12 @@ from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
 from benchmarks.inflate import inflated_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import METHODS, load_head
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.trees import Tree
-from faircopy.engine import build_engine
 from faircopy.model.base import FINAL, Model, TokenWeights
 from faircopy.model.loader import load_model
 
@@ -64,8 +64,8 @@ class WidenedHead(Head):
         logits = F.pad(guess.logits, (0, self.vocab - guess.logits.shape[-1]), value=-torch.inf)
         return Guess(logits, torch.cat([cost.memory, guess.memory], -1), guess.out)
 
-    def tree(self, room: int) -> Tree:
-        return self.small.tree(room)
+    def tree(self, max_nodes: int) -> Tree:
+        return self.small.tree(max_nodes)
 
     def _inner(self, rows: Rows) -> Rows:
         """The small head's layers lie behind the wide one's, and attention is scaled for the wide ones."""

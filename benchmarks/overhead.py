@@ -12,9 +12,9 @@ import time
 import torch
 
 from faircopy.bench.record import write
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import build_engine
 from faircopy.testing import ScriptedDrafter, TableModel
 from faircopy.types import Request, SamplingParams, Sequence
 
@@ -39,8 +39,8 @@ def step_times(batch: int, drafter: str, k: int = 4, steps: int = 60) -> list[fl
     return times
 
 
-def half_right(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, room // 2
+def half_right(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, max_nodes // 2
 
 
 def main() -> None:

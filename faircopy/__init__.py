@@ -16,7 +16,8 @@ from faircopy.errors import (
 )
 
 if TYPE_CHECKING:
-    from faircopy.llm import LLM, Answer, Completion
+    from faircopy.answers import Answer, Completion
+    from faircopy.llm import LLM
     from faircopy.types import SamplingParams
 
 __version__ = "0.1.0"
@@ -37,7 +38,7 @@ __all__ = [
     "UnsupportedModel",
 ]
 
-_LATER = {"LLM": "llm", "Answer": "llm", "Completion": "llm", "SamplingParams": "types"}
+_LATER = {"LLM": "llm", "Answer": "answers", "Completion": "answers", "SamplingParams": "types"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the user chose, checked and completed once; immutable afterwards."""
+"""What the user chose, checked and completed once; it never changes afterwards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from faircopy.errors import ConfigError
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, scratch of other processes
+GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, other processes
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option of the engine.
+    """All options of the engine.
 
-    With strategy="ragged", verifier="exact" and exact=True, the defaults, only dtype and device change the tokens.
+    With strategy="ragged", verifier="exact" and exact=True, only dtype and device change the tokens.
     """
 
     k: int = 4
@@ -37,10 +37,11 @@ class EngineConfig:
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
-    graphs: bool = True  # on a GPU: capture the steady state
+    graphs: bool = True  # on a GPU: capture steps as CUDA graphs
+    pack_rows: bool = True  # captured steps: verify only the draft nodes that were found, where their number varies
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
-    refill: bool | None = None  # new requests join a running batch; None: as the strategy was published
+    refill: bool | None = None  # new sequences join a running batch; None: as the strategy was published
     pool_window: int | None = None  # strategy "pool": sequences to choose from; None: 48, or two batches
     pool_sort: bool = False  # strategy "pool": shortest prompts first
 
@@ -52,7 +53,14 @@ class EngineConfig:
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
-        for name in ("exact", "prefix_reuse", "graphs", "pool_sort", *(() if self.refill is None else ("refill",))):
+        for name in (
+            "exact",
+            "prefix_reuse",
+            "graphs",
+            "pack_rows",
+            "pool_sort",
+            *(() if self.refill is None else ("refill",)),
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")
         if self.pool_window is not None:
@@ -128,7 +136,7 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system tells
+    except (ValueError, OSError):  # not every system knows
         return 4 * 2**30
 
 

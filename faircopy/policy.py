@@ -11,16 +11,16 @@ Cached = Callable[[Sequence], int]  # how many of a sequence's tokens have keys
 
 
 class Policy(Protocol):
-    """Chooses which sequences run in a step; the scheduler sees to memory and prompt chunks."""
+    """Chooses the sequences of a step; the scheduler checks memory and prompt chunks."""
 
     grouped: int  # how often the choice was a full batch of one length, made on purpose
 
     def choose(self, running: list[Sequence], waiting: list[Sequence], cached: Cached) -> list[Sequence]:
-        """Running sequences first, then those that may join, in the order in which they get memory."""
+        """Running sequences first, then those that may join, each in the order in which they get memory."""
 
 
 class FirstCome:
-    """All running sequences, oldest first, and waiting ones as soon as a batch slot is free."""
+    """All running sequences, oldest first, and new ones as soon as the batch has a place."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

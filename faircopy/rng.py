@@ -1,4 +1,4 @@
-"""Randomness as a function: whoever asks for (seed, position, ...) gets the same answer, in any order."""
+"""Randomness as a function of (seed, position, ...): the same numbers in any order of asking."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ def key(seed: int, position: int, use: int = CHOICE, item: int = 0) -> int:
     return mix(mix(mix(mix(seed & _MASK) ^ position) ^ use) ^ item)
 
 
+def signed(key: int) -> int:
+    """The same 64 bits as a signed number, as torch's int64 has them."""
+    return key - (1 << 64) if key >> 63 else key
+
+
 def uniform(seed: int, position: int, use: int, item: int = 0) -> float:
     """A number in [0, 1) with 53 random bits."""
     return (key(seed, position, use, item) >> 11) * 2.0**-53
 
 
 def fresh_seed() -> int:
-    """A seed nobody has asked for before."""
+    """A new random seed."""
     return secrets.randbits(63)
 
 

@@ -20,7 +20,7 @@ SLICE = 256  # rows whose whole vocabulary is sorted at once
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """A place where a token is chosen: after seq.tokens and the draft tokens on the path so far."""
 
     seq: Sequence
@@ -39,7 +39,7 @@ class Row:
         return rng.key(self.seq.seed, self.position)
 
 
-def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
+def choose(logits: Tensor, rows: Seq[SamplingRow]) -> list[int]:
     """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
     if all(row.seq.params.greedy and not row.seq.adjusts for row in rows):
         return argmax(logits).tolist()
@@ -48,12 +48,12 @@ def choose(logits: Tensor, rows: Seq[Row]) -> list[int]:
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if drawn:
         drawing = [rows[i] for i in drawn]
-        keys = torch.tensor([_signed(row.key) for row in drawing], device=logits.device)
+        keys = torch.tensor([rng.signed(row.key) for row in drawing], device=logits.device)
         chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
     return chosen.tolist()
 
 
-def probabilities(logits: Tensor, rows: Seq[Row]) -> Tensor:
+def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
     scores = adjusted(logits, rows)
     result = torch.zeros_like(scores)
@@ -81,7 +81,7 @@ def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     ]
 
 
-def adjusted(logits: Tensor, rows: Seq[Row]) -> Tensor:
+def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """A float32 copy with bias, penalties, bad words and the minimum length applied."""
     scores = logits.to(torch.float32, copy=True)
     for i, row in enumerate(rows):
@@ -90,7 +90,7 @@ def adjusted(logits: Tensor, rows: Seq[Row]) -> Tensor:
     return scores
 
 
-def filtered(scores: Tensor, rows: Seq[Row]) -> Tensor:
+def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Scores over temperature, with what top-k, top-p and min-p exclude at minus infinity."""
     temperatures = torch.tensor([row.seq.params.temperature for row in rows], device=scores.device)
     scores = scores / temperatures[:, None]
@@ -99,7 +99,7 @@ def filtered(scores: Tensor, rows: Seq[Row]) -> Tensor:
     return scores
 
 
-def _adjust(scores: Tensor, row: Row) -> None:
+def _adjust(scores: Tensor, row: SamplingRow) -> None:
     params, seq = row.seq.params, row.seq
     if params.penalises:
         _penalise(scores, params, seq.prompt, [*seq.output, *row.path])
@@ -122,7 +122,7 @@ def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: 
         scores[tokens] -= params.presence_penalty + params.frequency_penalty * times
 
 
-def _bad_ends(row: Row) -> list[int]:
+def _bad_ends(row: SamplingRow) -> list[int]:
     """The last tokens of bad words whose beginning has just been written."""
     words = row.seq.request.bad_words
     if not words:
@@ -144,7 +144,3 @@ def _keep(scores: Tensor, params: SamplingParams) -> None:
     if params.min_p > 0.0:
         probs = torch.softmax(scores, -1)
         scores[probs < params.min_p * probs.amax()] = -torch.inf
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

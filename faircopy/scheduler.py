@@ -1,15 +1,17 @@
-"""Queues, admission, preemption, commit and stop conditions. The only writer of sequences."""
+"""Queues, admission, preemption, step plans, commit and stop conditions. The only writer of sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Protocol
 
+from faircopy.acceptance import nodes_that_fit
+from faircopy.draft_length import DraftLengths
 from faircopy.policy import Policy
-from faircopy.types import Batch, Decision, Draft, FinishReason, Output, Sequence, Verdict
+from faircopy.types import Batch, Decision, FinishedStep, FinishReason, Output, Sequence, StepPlan
 
-WORDY = 512  # prompt tokens fed at once of which every row's logits are wanted
-Wish = Callable[[Sequence], int]  # how many draft nodes a sequence should get, room permitting
+LOGPROBS_CHUNK = 512  # prompt tokens fed at once if every row's logits are wanted
 
 
 class Ledger(Protocol):
@@ -21,19 +23,39 @@ class Ledger(Protocol):
     def close(self, seq: Sequence) -> None: ...
 
 
-class Scheduler:
-    """Decides who runs, and writes down what they gained."""
+class CaptureRule(Protocol):
+    """What the scheduler sees of captured steps."""
 
-    def __init__(self, ledger: Ledger, cached: Callable[[Sequence], int], policy: Policy, chunk: int) -> None:
-        self._ledger, self._cached = ledger, cached
-        self._policy, self._chunk = policy, chunk
+    max_nodes: int  # draft nodes per sequence of a captured step at most
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether this batch can run as a captured step."""
+
+    def before_capture(self, batch: Batch) -> Batch:
+        """The same batch as an eager step, perhaps with fewer draft nodes."""
+
+
+class Scheduler:
+    """Plans steps, and appends what sequences gained."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cached: Callable[[Sequence], int],
+        policy: Policy,
+        draft_lengths: DraftLengths,
+        chunk: int,
+        capture: CaptureRule | None = None,
+    ) -> None:
+        """capture: None if all steps are eager."""
+        self._ledger, self._cached, self._policy = ledger, cached, policy
+        self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
         self._waiting: list[Sequence] = []  # in order of arrival
-        self._running: list[Sequence] = []
+        self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
         self.preemptions = 0
-        self.reused = 0  # tokens of newcomers that were known already
-        self._crowded = False  # nobody could be let in, and nobody has left since
-        self._ahead = 0  # tokens that a step in the air may add to each sequence
+        self.reused = 0  # tokens of new sequences that were cached already
+        self._full = False  # the last new sequence did not fit, and no sequence has left since
 
     @property
     def busy(self) -> bool:
@@ -60,105 +82,120 @@ class Scheduler:
         if seq.finished is None:
             self._finish(seq, "abort")
 
-    def pick(self, wish: Wish) -> Batch:
-        """Who runs now: whom the policy chooses, while pages and the prompt chunk last."""
-        batch = self._pick(self._waiting, wish)
-        return batch if batch.seqs or not self._running else self._pick([], wish)  # nobody new fits: the others go on
+    def schedule(self) -> StepPlan:
+        """The next step: the sequences the policy chooses, while pages and the prompt chunk last."""
+        plan = self._schedule(self._waiting)
+        return plan if plan.seqs or not self._running else self._schedule([])  # no new one fits: the others go on
 
-    def _pick(self, waiting: list[Sequence], wish: Wish) -> Batch:
-        batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
-        for seq in self._policy.choose(self._running, waiting, self._cached):
-            if seq in self._running:
-                chunk -= self._schedule(batch, seq, chunk, wish)
-            elif chunk > 0 and self.preemptions == before:  # an older one may have taken somebody's pages
-                used = self._admit(batch, seq, chunk, wish)
-                if used is None:
-                    self._crowded = True
-                    break
-                chunk -= used
-        return batch
+    def schedule_behind(self, plan: StepPlan) -> StepPlan:
+        """The captured step behind one in flight, before it is known what that one gives: at most k + 1 tokens each.
 
-    def follow(self, seqs: list[Sequence], most: int) -> list[Sequence]:
-        """Who of these goes on, before it is known what the step in the air gives them: at most so many tokens each.
-
-        Nobody, if somebody else should run, or if there is no room for two steps: then the one in the air must land.
+        Empty if another sequence should run, or if pages for two steps are missing: then the one in flight must be
+        collected first.
         """
-        newcomers = [] if self._crowded else self._waiting
-        chosen = self._policy.choose(self._running, newcomers, self._cached)
-        unsure = [seq for seq in seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
-        fits = set(chosen) <= set(seqs) and all(
-            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * most)) for seq in unsure
+        new = [] if self._full else self._waiting
+        chosen = self._policy.choose(self.running, new, self._cached)
+        going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
+        fits = set(chosen) <= set(plan.seqs) and all(
+            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * (plan.k + 1))) for seq in going_on
         )
-        self._ahead = most if fits and unsure else 0
-        return unsure if fits else []
+        if not fits or not going_on:
+            return StepPlan(Batch([], [], []))
+        max_nodes = [min(length, plan.k) for length in self._draft_lengths.choose(going_on)]
+        return StepPlan(Batch(going_on, [len(seq.tokens) for seq in going_on], max_nodes), True, plan.k)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> list[Output]:
-        """Append what was decided, up to where plain decoding would have stopped."""
+    def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
+        """Append what was decided, up to where plain decoding would have stopped.
+
+        in_flight: tokens that a step started behind this one may add to each sequence; pages for them are kept.
+        """
         outputs = []
-        for seq, nodes, decision in zip(batch.seqs, draft.tokens, verdict.decisions, strict=True):
+        for seq, nodes, decision in zip(step.batch.seqs, step.draft.tokens, step.verdict.decisions, strict=True):
             seq.prompt_logprobs += decision.prompt_logprobs
             if decision.tokens or decision.error is not None:
-                outputs.append(self._extend(seq, len(nodes), decision))
+                outputs.append(self._extend(seq, len(nodes), decision, in_flight))
         return outputs
 
     def retreat(self, seqs: list[Sequence]) -> None:
-        """A step broke off: its sequences give up their pages and come back as if preempted."""
-        self._ahead = 0
+        """A step failed: its sequences give up their pages and come back as if preempted."""
         for seq in seqs:
             if seq in self._running:
                 self._preempt(seq)
 
     def departed(self) -> list[Sequence]:
-        """Who finished or was preempted since the last call."""
+        """The sequences that finished or were preempted since the last call."""
         departed, self._departed = self._departed, []
         return departed
 
-    def _schedule(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int:
+    def _schedule(self, waiting: list[Sequence]) -> StepPlan:
+        candidates = self._policy.choose(self.running, waiting, self._cached)
+        lengths = dict(zip(candidates, self._draft_lengths.choose(candidates), strict=True))
+        batch = self._fill(candidates, lengths)
+        if not batch.seqs or self._capture is None:
+            return StepPlan(batch)
+        if not self._capture.takes(batch):
+            return StepPlan(self._capture.before_capture(batch))
+        k = max(lengths[seq] for seq in batch.seqs)
+        return StepPlan(batch, True, min(k, self._capture.max_nodes))
+
+    def _fill(self, candidates: list[Sequence], lengths: dict[Sequence, int]) -> Batch:
+        """Put candidates into a batch while pages and the prompt chunk last."""
+        batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
+        for seq in candidates:
+            if seq in self._running:
+                chunk -= self._continue(batch, seq, chunk, lengths[seq])
+            elif chunk > 0 and self.preemptions == before:  # no new one takes the pages of one just preempted
+                used = self._admit(batch, seq, chunk, lengths[seq])
+                if used is None:
+                    self._full = True
+                    break
+                chunk -= used
+        return batch
+
+    def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""
-        upto, room = self._share(seq, chunk, wish)
+        upto, max_nodes = self._share(seq, chunk, length)
         if upto == self._cached(seq):
-            return 0  # the chunk is used up; it goes on next time
-        while not self._ledger.reserve(seq, upto + room):
-            if room:
-                room = 0  # guesses are worth less than anybody's progress
+            return 0  # the chunk is used up; it goes on in the next step
+        while not self._ledger.reserve(seq, upto + max_nodes):
+            if max_nodes:
+                max_nodes = 0  # every sequence's progress comes before drafts
                 continue
             youngest = max(self._running, key=lambda other: other.id)
             self._preempt(youngest)
             if youngest is seq:
                 return 0
-        return self._enter(batch, seq, upto, room)
+        return self._enter(batch, seq, upto, max_nodes)
 
-    def _admit(self, batch: Batch, seq: Sequence, chunk: int, wish: Wish) -> int | None:
-        """Let a newcomer in, if its first chunk fits without taking from others; prompt tokens used."""
+    def _admit(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int | None:
+        """Let a new sequence in, if its first chunk fits without taking pages from others; prompt tokens used."""
         known = self._ledger.open(seq)
-        upto, room = self._share(seq, chunk, wish)
-        if not self._ledger.reserve(seq, upto + room):
+        upto, max_nodes = self._share(seq, chunk, length)
+        if not self._ledger.reserve(seq, upto + max_nodes):
             if self._running or not self._ledger.reserve(seq, upto):
                 self._leave(seq)
                 return None
-            room = 0
+            max_nodes = 0
         self._waiting.remove(seq)
-        self._running.append(seq)
+        self._running[seq] = None
         self.reused += known
-        return self._enter(batch, seq, upto, room)
+        return self._enter(batch, seq, upto, max_nodes)
 
-    def _enter(self, batch: Batch, seq: Sequence, upto: int, room: int) -> int:
-        batch.seqs.append(seq)
-        batch.upto.append(upto)
-        batch.room.append(room)
-        pending = len(seq.tokens) - self._cached(seq)
-        return upto - self._cached(seq) if pending > 1 else 0
+    def _enter(self, batch: Batch, seq: Sequence, upto: int, max_nodes: int) -> int:
+        batch.add(seq, upto, max_nodes)
+        cached = self._cached(seq)
+        return upto - cached if len(seq.tokens) - cached > 1 else 0
 
-    def _share(self, seq: Sequence, chunk: int, wish: Wish) -> tuple[int, int]:
-        """How far to feed, and how many nodes. Guesses beyond the sequence's limit would be wasted."""
-        length, cached = len(seq.tokens), self._cached(seq)
+    def _share(self, seq: Sequence, chunk: int, length: int) -> tuple[int, int]:
+        """How far to feed, and how many nodes, of a draft of this length. A prompt chunk gets no nodes."""
+        tokens, cached = len(seq.tokens), self._cached(seq)
         if seq.params.prompt_logprobs is not None and cached < len(seq.prompt):
-            chunk = min(chunk, WORDY)
-        if length - cached > max(chunk, 1):
+            chunk = min(chunk, LOGPROBS_CHUNK)
+        if tokens - cached > max(chunk, 1):
             return cached + chunk, 0
-        return length, max(0, min(wish(seq), seq.limit - length - 1))
+        return tokens, nodes_that_fit(length, tokens, seq.limit)
 
-    def _extend(self, seq: Sequence, drafted: int, decision: Decision) -> Output:
+    def _extend(self, seq: Sequence, drafted: int, decision: Decision, in_flight: int) -> Output:
         new: list[int] = []
         reason: FinishReason | None = None
         for place, token in enumerate(decision.tokens):
@@ -168,18 +205,19 @@ class Scheduler:
             reason = self._stop_reason(seq, token)
             if reason:
                 break
-        accepted = min(len(new), len(decision.nodes))
+        accepted, logprobs = min(len(new), len(decision.nodes)), decision.logprobs[: len(new)]
         seq.drafted += drafted
         seq.accepted += accepted
         seq.steps += 1
-        seq.logprobs += decision.logprobs[: len(new)]
+        seq.logprobs += logprobs
         if reason is None and decision.error is not None:
             seq.error, reason = decision.error, "error"
         if reason:
             self._finish(seq, reason)
         else:
-            self._ledger.trim(seq, min(seq.limit, len(seq.tokens) + self._ahead))
-        return Output(seq, new, accepted, reason)
+            self._ledger.trim(seq, min(seq.limit, len(seq.tokens) + in_flight))
+        frozen = tuple(map(MappingProxyType, logprobs)) if logprobs else ()
+        return Output(seq.id, tuple(new), frozen, reason, accepted)
 
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Why plain decoding would stop after this token, if it would."""
@@ -191,19 +229,20 @@ class Scheduler:
         return "length" if len(seq.tokens) >= seq.limit else None
 
     def _preempt(self, seq: Sequence) -> None:
-        self._running.remove(seq)
+        del self._running[seq]
         self._leave(seq)
         self._waiting.insert(sum(other.id < seq.id for other in self._waiting), seq)
         self.preemptions += 1
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finished = reason
-        for queue in (self._running, self._waiting):
-            if seq in queue:
-                queue.remove(seq)
+        if seq in self._running:
+            del self._running[seq]
+        elif seq in self._waiting:
+            self._waiting.remove(seq)
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self._crowded = False
+        self._full = False
         self._ledger.close(seq)
         self._departed.append(seq)

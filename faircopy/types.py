@@ -1,9 +1,9 @@
-"""The nouns of the engine: what is asked, what lives, and the values that are born and die within a step."""
+"""The values of the engine: requests, sequences, and what is passed along within a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -148,7 +148,7 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked, in token ids."""
+    """What was asked for, in token ids."""
 
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
@@ -160,7 +160,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The life of one request; only the scheduler writes it."""
+    """One request in work; only the scheduler changes it."""
 
     id: int
     request: Request
@@ -201,18 +201,41 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Who runs this step, how far each feeds its tokens, and how many draft nodes each has room for."""
+    """The sequences of a step: how many of its tokens each has fed after it, and how many draft nodes each may have."""
 
     seqs: list[Sequence]
     upto: list[int]
-    room: list[int]
+    max_nodes: list[int]
 
     def __len__(self) -> int:
         return len(self.seqs)
 
+    def add(self, seq: Sequence, upto: int, max_nodes: int) -> None:
+        """Used while a batch is put together; afterwards it does not change."""
+        self.seqs.append(seq)
+        self.upto.append(upto)
+        self.max_nodes.append(max_nodes)
+
     def complete(self, i: int) -> bool:
         """Whether sequence i is fed to its end, so that a next token can be chosen."""
         return self.upto[i] == len(self.seqs[i].tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as the scheduler planned it.
+
+    A captured step that follows one in flight is planned before its sequences' lengths are known: `upto` is then what
+    the host knows, and the device goes on from its own lengths.
+    """
+
+    batch: Batch
+    captured: bool = False
+    k: int = 0  # draft nodes per sequence of a captured step's graph
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self.batch.seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +268,7 @@ class Draft:
 
 
 def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
-    """Refuse what is not a draft for this batch: drafters may be anybody's."""
+    """Refuse what is not a draft for this batch: drafters may be users' own."""
     if not isinstance(draft, Draft):
         raise DraftError("draft", draft, "not a Draft", "return Draft(...), Draft.chains(...) or Draft.empty(...)")
     for name in ("tokens", "parents", "sources"):
@@ -253,9 +276,9 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
         if trees is not None and len(trees) != len(batch):
             raise DraftError(name, f"{len(trees)} trees", f"for {len(batch)} sequences", "one per sequence, some empty")
     for i, (tokens, parents) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        room = batch.room[i] if batch.complete(i) else 0
-        if len(tokens) > room:
-            raise DraftError("draft", tokens, f"{len(tokens)} nodes where {room} have room", "propose fewer")
+        max_nodes = batch.max_nodes[i] if batch.complete(i) else 0
+        if len(tokens) > max_nodes:
+            raise DraftError("draft", tokens, f"{len(tokens)} nodes where {max_nodes} are allowed", "propose fewer")
         if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
             raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
         if draft.sources is not None and len(draft.sources[i]) != len(tokens):
@@ -287,10 +310,22 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What is new for one sequence after a step."""
+class FinishedStep:
+    """What a step drafted and decided, and the rows it cost; nothing of it is appended yet."""
 
-    seq: Sequence
-    tokens: list[int]
-    accepted: int  # of these, how many a draft had right
+    batch: Batch
+    draft: Draft
+    verdict: Verdict
+    rows: int  # rows the target computed
+    padding: int  # of these, rows that belong to no token or node
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What is new for one sequence after a step: immutable, so that another thread may read it."""
+
+    id: int  # of the sequence
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]  # of these tokens, if they were asked for
     finished: FinishReason | None
+    accepted: int  # how many of the tokens a draft had right

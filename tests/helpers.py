@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import pytest
 import torch
 
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.folder import new_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model
@@ -95,21 +97,31 @@ def scripted(
     return ScriptedDrafter(truth, script, vocab, wide)
 
 
-def right(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, room
+def right(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, max_nodes
 
 
-def wrong(seq: Sequence, room: int) -> tuple[int, int]:
-    return room, 0
+def wrong(seq: Sequence, max_nodes: int) -> tuple[int, int]:
+    return max_nodes, 0
 
 
-def mixed(seq: Sequence, room: int) -> tuple[int, int]:
+def mixed(seq: Sequence, max_nodes: int) -> tuple[int, int]:
     """Every acceptance 0..k in turn, each sequence at another place of the cycle."""
-    return room, (seq.steps + seq.id) % (room + 1)
+    return max_nodes, (seq.steps + seq.id) % (max_nodes + 1)
 
 
 def changing(seq: Sequence) -> int:
     return WIDTHS[(seq.steps + seq.id) % len(WIDTHS)]
+
+
+class Lengths:
+    """A draft length for each sequence by itself."""
+
+    def __init__(self, of: Callable[[Sequence], int]) -> None:
+        self._of = of
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [self._of(seq) for seq in seqs]
 
 
 def engine_of(
@@ -117,11 +129,12 @@ def engine_of(
     drafter: Drafter | None = None,
     *,
     draft: Model | Head | None = None,
-    wish: object = None,
+    lengths: Callable[[Sequence], int] | None = None,
     **options: object,
 ) -> Engine:
     config = EngineConfig(**{"memory": "64MiB", **options})  # type: ignore[arg-type]
-    return build_engine(model, drafter, draft=draft, config=config, wish=wish)  # type: ignore[arg-type]
+    chooser = None if lengths is None else Lengths(lengths)
+    return build_engine(model, drafter, draft=draft, config=config, draft_lengths=chooser)
 
 
 def expect(model: Model, prompts: list[list[int]], params: list[SamplingParams]) -> list[Plain]:
@@ -141,7 +154,7 @@ def speculate(
         model,
         made,
         draft=draft if drafter == "model" else None,
-        wish=changing if k is None else (lambda seq: k),
+        lengths=changing if k is None else (lambda seq: k),
         **{"max_batch": 8, **options},
     )
     seqs, ragged = run(engine, requests_of(prompts, params, list(range(len(prompts))))), is_ragged(engine)

@@ -46,7 +46,7 @@ def audit(target: Any = None, drafts: Any = None, params: SamplingParams | None 
     return audit_models(target or a_target(), drafts, PROMPTS, params or SamplingParams(max_tokens=24), **options)
 
 
-def accept_anything(tokens: Any, below: Any, choices: list[int], broken: Any) -> tuple[list[int], list[int]]:
+def accept_anything(tokens: Any, parents: Any, choices: list[int], broken: Any) -> tuple[list[int], list[int]]:
     """A verifier that believes every draft's first node."""
     return ([0], [tokens[0], choices[1]]) if tokens else ([], [choices[0]])
 
@@ -115,7 +115,7 @@ class TestModels:
 
     @pytest.mark.parametrize("params", [SamplingParams(max_tokens=24), SAMPLED], ids=["greedy", "sampled"])
     def test_a_broken_verifier_is_caught(self, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(exact, "walk", accept_anything)
+        monkeypatch.setattr(exact, "accept_path", accept_anything)
         report = audit(drafts=[a_target(seed=9)], params=params, batches=(2,), ks=(2,), preemption=False)
         assert not report.passed
         assert report.identical == 0

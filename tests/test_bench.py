@@ -20,7 +20,7 @@ from faircopy.bench.record import append, read
 from faircopy.bench.report import gather, verdict, write_report
 from faircopy.bench.run import Bench, Case, one_pass, rate, run, spread
 from faircopy.bench.workloads import Workload, named, retold, synthetic, texts
-from faircopy.engine import build_engine
+from faircopy.build import build_engine
 from faircopy.errors import CheckpointError, ConfigError
 from faircopy.model.loader import load_tokenizer
 from faircopy.testing import TableModel

@@ -16,9 +16,9 @@ from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import assert_same, engine_of, load, random_prompts, references, requests_of, run
 
 
-def lookup(drafter: NgramDrafter, tokens: list[int], room: int) -> list[int]:
+def lookup(drafter: NgramDrafter, tokens: list[int], max_nodes: int) -> list[int]:
     seq = Sequence(0, Request(tuple(tokens)), tokens)
-    return drafter.propose(Batch([seq], [len(tokens)], [room])).tokens[0]
+    return drafter.propose(Batch([seq], [len(tokens)], [max_nodes])).tokens[0]
 
 
 def test_ngram_takes_the_longest_suffix_and_its_latest_place() -> None:
@@ -69,7 +69,7 @@ def test_a_draft_model_may_start_late_and_pause(checkpoint: Callable[..., str]) 
     prompts = random_prompts(3, model.vocab, longest=30)
     params = [SamplingParams(max_tokens=24)] * 3
     expected = references(model, prompts, params, [0] * 3)
-    engine = engine_of(model, draft=draft, wish=lambda seq: 0 if seq.steps % 6 < 4 else 3)
+    engine = engine_of(model, draft=draft, lengths=lambda seq: 0 if seq.steps % 6 < 4 else 3)
     seqs = run(engine, requests_of(prompts, params, [0] * 3))
     assert_same(seqs, expected)
     assert engine.meter.acceptance == 1.0, "a twin that comes back is right again"
@@ -128,7 +128,7 @@ class Fixed(NoDrafter):
 @pytest.mark.parametrize(
     ("draft", "problem"),
     [
-        (Draft([[1] * 9], [list(range(-1, 8))]), "9 nodes where 4 have room"),
+        (Draft([[1] * 9], [list(range(-1, 8))]), "9 nodes where 4 are allowed"),
         (Draft([[1, 2]], [[-1, 1]]), "must come before"),
         (Draft([[1, 2]], [[-1]]), "must come before"),
         (Draft([[64]], [[-1]]), "not a token id below 64"),

@@ -228,7 +228,7 @@ def test_joining_leaving_chunks_preemption_and_reuse_change_nothing(
             model,
             scripted(prompts, expected, mixed, model.vocab) if drafter == "mixed" else None,
             draft=draft,
-            wish=changing,
+            lengths=changing,
             strategy=strategy,
             refill=refill,
             max_batch=6,

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from faircopy import LLM, CheckpointError, ConfigError
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
+from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
 from faircopy.drafters.heads import Head
-from faircopy.drafters.reader import PATIENCE, HeadDrafter
-from faircopy.drafters.trees import Reranked, Spent, Static, Tree, best_shape
-from faircopy.engine import build_engine
+from faircopy.drafters.trees import NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.layout.tables import Tables
@@ -65,7 +65,7 @@ def test_every_head_gives_plain_decoding(checkpoint: Callable[..., str], name: s
     for batch, k in ((1, 4), (3, None), (8, 3), (8, 16)):
         count = 8 if batch > 1 else 3
         engine = engine_of(
-            model, draft=head, wish=changing if k is None else (lambda seq, k=k: k), max_batch=batch, chunk=16
+            model, draft=head, lengths=changing if k is None else (lambda seq, k=k: k), max_batch=batch, chunk=16
         )
         seqs = run(engine, requests_of(prompts[:count], params[:count], list(range(count))))
         assert_same(seqs, expected[:count])
@@ -83,7 +83,7 @@ def test_preemption_chunks_and_reuse_change_nothing(checkpoint: Callable[..., st
     expected = references(model, prompts, params, list(range(6)))
     layers = len(model.layers) + len(head.layers)
     engine = engine_of(
-        model, draft=head, wish=changing, max_batch=6, chunk=16, page=8, memory=20 * 8 * layers * 2 * 2 * 16 * 4
+        model, draft=head, lengths=changing, max_batch=6, chunk=16, page=8, memory=20 * 8 * layers * 2 * 2 * 16 * 4
     )
     assert_same(run(engine, requests_of(prompts, params, list(range(6)))), expected)
     assert engine.meter.preemptions > 0 and engine.meter.tokens_reused > 0 and engine.meter.drafted > 0
@@ -137,7 +137,7 @@ def test_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: 
     engine = engine_of(
         model,
         draft=head,
-        wish=changing if chain else (lambda seq: 3 * changing(seq)),
+        lengths=changing if chain else (lambda seq: 3 * changing(seq)),
         chunk=8,
         page=4,
         prefix_reuse=False,
@@ -201,32 +201,32 @@ def offers(*shares: float) -> list[tuple[int, float]]:
 
 
 def test_clovers_tree_spends_its_room_level_by_level() -> None:
-    tree = Spent(4)
+    tree = NodeBudgetTree(4)
     tree.grow([offers(0.5, 0.2, 0.15, 0.1)])
     assert tree.tokens == [100, 101, 102], "the fourth is below a quarter of the best, and 0.8 is reached"
     tree.grow([offers(0.9, 0.1), offers(0.6, 0.4), offers(1.0)])
     assert tree.result() == ([100, 101, 102, 100], [-1, -1, -1, 0])
     assert tree.front == [], "nothing is left for deeper levels"
-    sure = Spent(3)
+    sure = NodeBudgetTree(3)
     for _ in range(3):
         sure.grow([offers(0.95, 0.05)])
     assert sure.result() == ([100, 100, 100], [-1, 0, 1]), "a sure head goes deep"
 
 
 def test_eagles_tree_keeps_the_likeliest_nodes_of_all_levels() -> None:
-    tree = Reranked(4, depth=2)
+    tree = RerankedTree(4, depth=2)
     tree.grow([offers(0.6, 0.3, 0.1)])
     assert tree.front == [0, 1]
     tree.grow([offers(0.9, 0.1), offers(0.5, 0.5)])
     assert tree.result() == ([100, 101, 100, 100], [-1, -1, 0, 1])
     assert len(tree.expanded) <= 4
-    for room in range(1, 65):
-        big = Reranked(room, depth=6)
+    for max_nodes in range(1, 65):
+        big = RerankedTree(max_nodes, depth=6)
         for _ in range(7):
             if big.front:
                 big.grow([offers(*(0.5**n for n in range(1, 11)))] * len(big.front))
         tokens, parents = big.result()
-        assert len(tokens) == room and len(big.expanded) <= room
+        assert len(tokens) == max_nodes and len(big.expanded) <= max_nodes
         assert all(parent < node for node, parent in enumerate(parents))
 
 
@@ -234,7 +234,7 @@ def test_medusas_tree_is_the_best_of_its_size() -> None:
     table = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]]
     shape = best_shape(table, 5)
     assert shape == [(-1, 0), (0, 0), (-1, 1), (0, 1), (-1, 2)]
-    tree = Static(shape, 4)
+    tree = StaticTree(shape, 4)
     tree.grow([[(7, -0.1), (8, -1.0), (9, -2.0)]])
     tree.grow([[(5, -0.1), (6, -1.0)]])
     assert tree.result() == ([7, 8, 5, 6], [-1, -1, 0, 0]) and tree.front == []
@@ -251,9 +251,9 @@ class RandomTrees(NoDrafter):
     def propose(self, batch: Batch) -> Draft:
         draft = Draft.empty(len(batch))
         for i, seq in enumerate(batch.seqs):
-            room = min(batch.room[i], self._most) if batch.complete(i) else 0
+            max_nodes = min(batch.max_nodes[i], self._most) if batch.complete(i) else 0
             kind = self._source.choice(["tree", "tree", "chain", "none"])
-            for node in range(0 if kind == "none" else room):
+            for node in range(0 if kind == "none" else max_nodes):
                 parent = node - 1 if kind == "chain" else self._source.randrange(-1, node)
                 draft.tokens[i].append(self._token(seq, draft, i, parent))
                 draft.parents[i].append(parent)
@@ -345,14 +345,14 @@ def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) ->
     """A sequence that is given no room for long does not pile up states."""
     folder = checkpoint("llama")
     model = load(folder)
-    engine = engine_of(model, draft=head_for(folder, model, "eagle3"), wish=lambda seq: 0)
+    engine = engine_of(model, draft=head_for(folder, model, "eagle3"), lengths=lambda seq: 0)
     seq = engine.add(Request((1, 2, 3), SamplingParams(max_tokens=200)))
     most = 0
     while engine.busy:
         engine.step()
         known = engine.drafter._known.get(seq)  # type: ignore[attr-defined]
         most = max(most, sum(len(states) for _, states in known._pieces) if known else 0)
-    assert 0 < most <= PATIENCE + 2
+    assert 0 < most <= MAX_UNREAD + 2
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -365,7 +365,7 @@ def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., 
     folder = checkpoint("llama")
     model, own = fused(folder), load(folder)
     head = head_for(folder, own, method)
-    kinds = [SamplingParams(max_tokens=10), SamplingParams(max_tokens=10, logprobs=1)]  # the latter stay on the ground
+    kinds = [SamplingParams(max_tokens=10), SamplingParams(max_tokens=10, logprobs=1)]  # the latter run eagerly
     requests = [Request(tuple(p), kinds[n % 2]) for n, p in enumerate(random_prompts(4, model.vocab, seed=5))]
     config = EngineConfig(memory="8MiB", chunk=16)
     plain = run(build_engine(model, config=config, suite=TWINS), requests)
@@ -389,7 +389,7 @@ def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Te
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str], method: str) -> None:
+def test_captured_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: str) -> None:
     """Captured steps, on a CPU by the kernels' twins: the host sees no states, and every chain is the head's own."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
@@ -399,17 +399,17 @@ def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str
     model, own = fused(folder), load(folder)
     head = head_for(folder, own, method)
     engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=3, max_batch=4), suite=TWINS)
-    assert engine.replay is not None
-    land, compared = engine.replay.land, 0
+    assert engine.captured is not None
+    collect, compared = engine.captured.collect, 0
 
-    def watched(flight: Any) -> Any:
+    def watched(in_flight: Any) -> Any:
         nonlocal compared
-        batch, draft, verdict = land(flight)
-        for i, seq in enumerate(batch.seqs):
-            compared += check_from_scratch(own, head, list(seq.tokens), draft, i)
-        return batch, draft, verdict
+        step = collect(in_flight)
+        for i, seq in enumerate(step.batch.seqs):
+            compared += check_from_scratch(own, head, list(seq.tokens), step.draft, i)
+        return step
 
-    engine.replay.land = watched  # type: ignore[method-assign]
+    engine.captured.collect = watched  # type: ignore[method-assign]
     prompts = random_prompts(4, model.vocab, seed=5)
     seqs = run(engine, [Request(tuple(p), SamplingParams(max_tokens=12 + 3 * n)) for n, p in enumerate(prompts)])
     assert compared > 60
@@ -426,11 +426,11 @@ def test_guesses_in_the_air_are_those_from_scratch(checkpoint: Callable[..., str
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_trees_in_the_air_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
+def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: str) -> None:
     """Trees of all sizes in captured steps, by the kernels' twins: scarce pages, short contexts, neighbours."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
-    from tests.test_replay import count_launches, fused, shorter
+    from tests.test_replay import count_starts, fused, shorter
 
     folder = checkpoint("llama")
     own = load(folder)
@@ -446,10 +446,10 @@ def test_trees_in_the_air_change_nothing(checkpoint: Callable[..., str], method:
     for k in (1, 5, 24):
         config = EngineConfig(memory=22 * 8 * layers * 2 * 2 * 16 * 4, page=8, max_batch=4, k=k)
         engine = build_engine(model, draft=head, config=config, suite=TWINS)
-        launches = count_launches(engine)
+        starts = count_starts(engine)
         seqs = run(engine, requests)
         assert [seq.output for seq in seqs] == [seq.output for seq in plain]
-        assert len(launches) > 20 and engine.meter.drafted > 0
+        assert len(starts) > 20 and engine.meter.drafted > 0
         assert seqs[3].drafted == 0 and seqs[2].drafted <= seqs[2].steps
 
 
@@ -464,7 +464,7 @@ def test_accepted_paths_are_moved_into_line() -> None:
     head = load_head(bundled.named("clover"), load(str(bundled.target())))
     requests = [Request(tuple(range(900, 900 + 7 * n)), SamplingParams(max_tokens=24)) for n in (1, 2)]
     plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
-    head.tree = lambda room: Spent(room, 0.99, 0.01)  # type: ignore[method-assign]
+    head.tree = lambda max_nodes: NodeBudgetTree(max_nodes, 0.99, 0.01)  # type: ignore[method-assign]
     engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=12), suite=TWINS)
     seqs = run(engine, requests)
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]
@@ -491,7 +491,7 @@ def test_a_head_of_shorter_context_only_guesses_worse(
     assert seq.output == plain.output
 
 
-def test_a_rule_of_ones_own_is_a_chain_in_the_air(checkpoint: Callable[..., str]) -> None:
+def test_a_rule_of_ones_own_is_a_captured_chain(checkpoint: Callable[..., str]) -> None:
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
     from tests.test_replay import fused
@@ -503,15 +503,15 @@ def test_a_rule_of_ones_own_is_a_chain_in_the_air(checkpoint: Callable[..., str]
     model, head = fused(folder), head_for(folder, load(folder), "clover")
     head.tree = Own  # type: ignore[method-assign, assignment]
     engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4), suite=TWINS)
-    assert engine.replay is not None
-    land, shapes = engine.replay.land, []
+    assert engine.captured is not None
+    collect, shapes = engine.captured.collect, []
 
-    def watched(flight: Any) -> Any:
-        batch, draft, verdict = land(flight)
-        shapes.extend(tuple(parents) for parents in draft.parents)
-        return batch, draft, verdict
+    def watched(in_flight: Any) -> Any:
+        step = collect(in_flight)
+        shapes.extend(tuple(parents) for parents in step.draft.parents)
+        return step
 
-    engine.replay.land = watched  # type: ignore[method-assign]
+    engine.captured.collect = watched  # type: ignore[method-assign]
     run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True))])
     assert (-1, 0, 1, 2) in shapes and all(shape == tuple(range(-1, len(shape) - 1)) for shape in shapes)
 

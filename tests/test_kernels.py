@@ -154,8 +154,8 @@ def test_attention_is_right_and_alone_the_same(
     spans = [(0, 1), (0, 70), (33, 5), (600, 9), (95, 2), (512, 1)]  # (first position, queries) of each sequence
     pool_k = torch.randn(4000, kv_heads, dim, generator=generator)
     pool_v = torch.randn(4000, kv_heads, dim, generator=generator)
-    trash = 3999
-    pool_k[trash] = pool_v[trash] = 0
+    scratch = 3999
+    pool_k[scratch] = pool_v[scratch] = 0
     window, softcap = int(options.get("window", 0)), float(options.get("softcap", 0.0))  # type: ignore[call-overload, arg-type]
     sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
     lanes, row, base, queries = [], 0, 0, []
@@ -174,7 +174,7 @@ def test_attention_is_right_and_alone_the_same(
             Lane(lanes[n].first, range(rows[i], rows[i + 1]), lanes[n].slots, lanes[n].run)
             for i, n in enumerate(chosen)
         ]
-        plan = plan_attention(part, int(rows[-1]), window, q_heads // kv_heads, trash, CPU, exact)
+        plan = plan_attention(part, int(rows[-1]), window, q_heads // kv_heads, scratch, CPU, exact)
         q = torch.cat([queries[n] for n in chosen])
         out = attend(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
         return [out[rows[i] : rows[i + 1]] for i in range(len(chosen))]

@@ -102,8 +102,8 @@ def test_the_worked_example_of_ragged_verification() -> None:
     params = SamplingParams(max_tokens=60)
     expected = references(model, prompts, [params] * 2, [0, 0])
     script = {1: [(0, 0), (5, 3), (2, 1)], 2: [(0, 0), (2, 0), (5, 5)]}  # (predicted, right) per step
-    drafter = scripted(prompts, expected, lambda seq, room: script[seq.id][seq.steps], model.vocab)
-    engine = engine_of(model, drafter, page=4, wish=lambda seq: script[seq.id][seq.steps][0])
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: script[seq.id][seq.steps], model.vocab)
+    engine = engine_of(model, drafter, page=4, lengths=lambda seq: script[seq.id][seq.steps][0])
     seqs = [engine.add(Request(tuple(p), params)) for p in prompts]
     engine.step()
     assert [len(seq.tokens) for seq in seqs] == [5, 3]
@@ -153,11 +153,11 @@ def test_any_traffic_leaves_every_page_in_place(
     ]
     seeds = [source.randrange(99) for _ in prompts]
     expected = references(model, prompts, params, seeds, eos=(0,))
-    drafter = scripted(prompts, expected, lambda seq, room: (room, source.randint(0, room)), 16, wide)
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: (max_nodes, source.randint(0, max_nodes)), 16, wide)
     engine = engine_of(
         model,
         drafter,
-        wish=lambda seq: source.randint(0, 8),
+        lengths=lambda seq: source.randint(0, 8),
         max_batch=batch,
         chunk=chunk,
         page=page,

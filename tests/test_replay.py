@@ -1,4 +1,4 @@
-"""The steady state without the host, run on the CPU by the kernels' twins: the same tokens as plain decoding."""
+"""Captured steps, run on the CPU by the kernels' twins: the same tokens as plain decoding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 pytest.importorskip("triton")
 
 from faircopy import bundled
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.drafters.base import Drafter
+from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
 from faircopy.model.fused import Fused, fused_weights
 from faircopy.model.weights import Source, decoder_spec
-from faircopy.replay import steady
+from faircopy.replay import runner
 from faircopy.replay.steps import ROWS
-from faircopy.types import Request, SamplingParams, Sequence
+from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 
 PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
 
@@ -40,7 +41,7 @@ def fused(folder: str) -> Fused:
 @pytest.fixture(autouse=True)
 def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack the smallest batches too."""
-    monkeypatch.setattr(steady, "FEW", 0)
+    monkeypatch.setattr(runner, "FEW_ROWS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,10 @@ def pair() -> tuple[Fused, Fused]:
     return fused(str(bundled.draft())), fused(str(bundled.draft()))
 
 
-def build(pair: tuple[Fused, Fused], drafter: str | None, **options: object) -> Engine:
+def build(pair: tuple[Fused, Fused], drafter: str | Drafter | None, **options: object) -> Engine:
     settings = {"max_batch": 4, "memory": "4MiB", **options}
     config = EngineConfig(**settings)  # type: ignore[arg-type]
-    own: Drafter | None = NgramDrafter() if drafter == "ngram" else None
+    own = NgramDrafter() if drafter == "ngram" else drafter if isinstance(drafter, Drafter) else None
     draft = pair[1] if drafter == "model" else None
     return build_engine(pair[0], own, draft=draft, config=config, eos=frozenset({0}), suite=TWINS)
 
@@ -69,17 +70,17 @@ def ask(engine: Engine, params: SamplingParams, k: int | None = None) -> list[Se
     return [engine.add(Request(tuple(p), params, seed=n, k=k)) for n, p in enumerate(PROMPTS)]
 
 
-def count_launches(engine: Engine) -> list[None]:
-    """A list that grows by one with every step sent off."""
-    launches: list[None] = []
-    launch = engine.replay.launch
+def count_starts(engine: Engine) -> list[None]:
+    """A list that grows by one with every captured step."""
+    starts: list[None] = []
+    start = engine.captured.start
 
     def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
-        launches.append(None)
-        return launch(*args, **kwargs)
+        starts.append(None)
+        return start(*args, **kwargs)
 
-    engine.replay.launch = counted
-    return launches
+    engine.captured.start = counted
+    return starts
 
 
 GREEDY = SamplingParams(max_tokens=23)
@@ -99,7 +100,7 @@ def plain(pair: tuple[Fused, Fused]) -> dict[SamplingParams, list[list[int]]]:
 @pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3), ("ngram", 7), ("model", 1), ("model", 4)])
 def test_replayed_steps_write_what_plain_decoding_writes(pair, plain, params, drafter, k) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=k)
-    assert engine.replay is not None
+    assert engine.captured is not None
     assert finish(engine, ask(engine, params)) == plain[repr(params)]
     assert engine.meter.steps > 5
     if drafter == "model" and k == 4:
@@ -108,9 +109,9 @@ def test_replayed_steps_write_what_plain_decoding_writes(pair, plain, params, dr
 
 def test_replay_is_really_used(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=4)
-    flights = count_launches(engine)
+    starts = count_starts(engine)
     finish(engine, ask(engine, GREEDY))
-    assert len(flights) >= engine.meter.steps // 2
+    assert len(starts) >= engine.meter.steps // 2
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
@@ -139,7 +140,7 @@ def test_joining_aborting_and_own_lengths(pair, plain, drafter) -> None:  # type
 @pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3)])
 def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain, drafter, k) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=k)
-    engine.replay.warm(k)
+    engine.captured.warm(k)
     seqs = ask(engine, GREEDY)
     for _ in range(3):
         engine.step()
@@ -165,22 +166,22 @@ def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain, drafter,
         assert seq.finished == "error" or seq.output == text
 
 
-@pytest.mark.parametrize("drafter,where", [("model", "land"), ("ngram", "land"), ("ngram", "_read")])
-def test_an_exception_in_the_air_costs_time_and_no_text(pair, plain, drafter, where) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("drafter,where", [("model", "collect"), ("ngram", "collect"), ("ngram", "_read")])
+def test_an_exception_in_a_captured_step_costs_time_and_no_text(pair, plain, drafter, where) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=2)
     seqs = ask(engine, WARM)
     for _ in range(3):
         engine.step()
-    setattr(engine.replay, where, lambda *_: 1 / 0)
+    setattr(engine.captured, where, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    delattr(engine.replay, where)
+    delattr(engine.captured, where)
     assert finish(engine, seqs) == plain[repr(WARM)]
 
 
 @pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 5)])
-def test_smaller_graphs_are_made_while_others_fly(pair, drafter, k) -> None:  # type: ignore[no-untyped-def]
-    """As sequences end one by one, smaller batches are rehearsed; those still flying must not notice."""
+def test_smaller_graphs_are_made_while_steps_are_in_flight(pair, drafter, k) -> None:  # type: ignore[no-untyped-def]
+    """As sequences end one by one, smaller batches are captured; steps in flight must not change."""
 
     def run(name: str | None, **options: object) -> list[list[int]]:
         engine = build(pair, name, **options)
@@ -192,21 +193,21 @@ def test_smaller_graphs_are_made_while_others_fly(pair, drafter, k) -> None:  # 
 
 def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=3)
-    engine.replay.warm(3)
-    made = set(engine.replay._spaces)
+    engine.captured.warm(3)
+    made = engine.captured.captured_sizes
     assert {k for _, k in made} == {3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert set(engine.replay._spaces) == made
+    assert engine.captured.captured_sizes == made
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_one_without_drafts_does_not_ground_the_others(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+def test_one_without_drafts_does_not_keep_the_others_from_captured_steps(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=3)
     ks = [None, 0, None, 0, None]
     seqs = [engine.add(Request(tuple(p), WARM, seed=n, k=ks[n])) for n, p in enumerate(PROMPTS)]
-    launches = count_launches(engine)
+    starts = count_starts(engine)
     assert finish(engine, seqs) == plain[repr(WARM)]
-    assert len(launches) > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
+    assert len(starts) > 10 and [seq.drafted for seq in seqs if seq.request.k == 0] == [0, 0]
 
 
 def spy(thing: object, name: str) -> list[tuple[Any, Any]]:
@@ -214,8 +215,8 @@ def spy(thing: object, name: str) -> list[tuple[Any, Any]]:
     calls: list[tuple[Any, Any]] = []
     call = getattr(thing, name)
 
-    def noted(first: object, *more: object) -> object:
-        calls.append((first, call(first, *more)))
+    def noted(first: object, *more: object, **options: object) -> object:
+        calls.append((first, call(first, *more, **options)))
         return calls[-1][1]
 
     setattr(thing, name, noted)
@@ -225,38 +226,68 @@ def spy(thing: object, name: str) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # type: ignore[no-untyped-def]
     """The rows of the packed path from the host, and what a bucket has to spare."""
-    host, engine, padded = (build(pair, "ngram", k=7, graphs=graphs) for graphs in (False, True, True))
-    padded.replay.packs = False
-    engine.replay.warm(7)
-    reads, launches = spy(engine.replay, "_read"), spy(engine.replay, "launch")
+    ways: list[dict[str, object]] = [{"graphs": False}, {}, {"pack_rows": False}]
+    host, engine, padded = (build(pair, "ngram", k=7, **way) for way in ways)
+    engine.captured.warm(7)
+    reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
     for other in (host, engine, padded):
         assert finish(other, ask(other, params)) == plain[repr(params)]
     meters = [other.meter for other in (host, engine, padded)]
     assert len({meter.tokens_fed - meter.tokens_padded for meter in meters}) == 1
     assert meters[0].tokens_padded == 0 < meters[1].tokens_padded < meters[2].tokens_padded / 2
     assert len({meter.drafted for meter in meters}) == len({meter.accepted for meter in meters}) == 1
-    for (_, flight), (_, real) in zip(launches, reads, strict=True):
-        most = flight.space.size * 8
-        assert flight.rows == min(n for n in (*ROWS, most) if real <= n <= most)
+    for (_, step), (_, real) in zip(starts, reads, strict=True):
+        most = step.graph.size * 8
+        assert step.rows == min(n for n in (*ROWS, most) if real <= n <= most)
 
 
 def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=7)
-    engine.replay.warm(7)
-    made = {size: set(run._made) for (size, _), (_, run) in engine.replay._spaces.items()}
+    engine.captured.warm(7)
+    made = {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
     assert made == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert made == {size: set(run._made) for (size, _), (_, run) in engine.replay._spaces.items()}
+    assert made == {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
 
 
-def test_empty_seats_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
-    engine = build(pair, "ngram", k=3)
-    engine.drafter._lengths = range(30, 29, -1)  # nothing is found
-    reads, launches = spy(engine.replay, "_read"), spy(engine.replay, "launch")
+def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, NgramDrafter(30, 30), k=3)  # nothing is found
+    reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
     each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 12, 20)]
     finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
-    seen = {(f.space.size, len(f.seats), total) for (_, f), (_, total) in zip(launches, reads, strict=True)}
+    seen = {(f.graph.size, len(f.batch_slots), total) for (_, f), (_, total) in zip(starts, reads, strict=True)}
     assert seen == {(4, 3, 3), (4, 2, 2)}
+
+
+class Repeats(NoDrafter):
+    """A user's drafter: the last token again and again. It inherits everything but `propose`."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, batch: Batch) -> Draft:
+        self.asked += 1
+        nodes = [n if batch.complete(i) else 0 for i, n in enumerate(batch.max_nodes)]
+        return Draft.chains([[seq.tokens[-1]] * n for seq, n in zip(batch.seqs, nodes, strict=True)])
+
+
+class Lookup(NgramDrafter):
+    """A user's drafter over one that can be captured."""
+
+    propose = Repeats.propose
+    asked = 0
+
+
+@pytest.mark.parametrize("drafter", [Repeats, Lookup])
+def test_a_drafter_with_its_own_propose_is_asked_by_the_host(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    """It must not be captured because a parent class could be: then `propose` would never be called."""
+    own = drafter()
+    engine = build(pair, own, k=3)
+    seqs = ask(engine, GREEDY)
+    assert finish(engine, seqs) == plain[repr(GREEDY)]
+    assert own.asked == engine.meter.steps > 5
+    assert engine.captured is None
+    assert engine.meter.drafted > 50
 
 
 def shorter(model: Fused, context: int) -> Fused:
@@ -279,26 +310,26 @@ def test_texts_run_into_the_end_of_the_context(pair, context, drafter) -> None: 
     assert run(drafter, k=4 if drafter else 0) == run(None, k=0, max_batch=1, graphs=False)
 
 
-def test_a_draft_model_of_shorter_context_flies_along(pair, plain) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_model_of_shorter_context_is_captured_too(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build((pair[0], shorter(pair[1], 30)), "model", k=3, page=8)
     assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
-    reach = engine.replay._slots.control.shape[1] * 8
+    reach = engine.captured._batch_slots.control.shape[1] * 8
     plans = [
         p
-        for space, _ in engine.replay._spaces.values()
-        for p in space.node_rows(engine.target.layout, 0).plans.values()
+        for graph, _ in engine.captured._captured.values()
+        for p in graph.node_rows(engine.target.layout, 0).plans.values()
     ]
     assert all(plan.blocks * 128 >= pair[0].context for plan in plans) and reach >= pair[0].context
 
 
-def test_a_flight_that_nobody_waits_for_is_dropped(pair, plain) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_in_flight_whose_sequences_have_finished_is_dropped(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=2)
     first = engine.add(
         Request((5, 9, 9, 5, 9), SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=tuple(range(4096))))
     )
     finish(engine, [first])
     seqs = ask(engine, GREEDY)
-    assert engine.step(), "a step advances somebody"
+    assert engine.step(), "a step advances some sequence"
     assert finish(engine, seqs) == plain[repr(GREEDY)]
 
 
@@ -324,8 +355,8 @@ def test_a_draft_model_that_breaks_for_one_node_costs_nothing(pair, plain) -> No
         del pair[1].forward
 
 
-def test_on_the_ground_one_guess_is_enough(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    """The host makes one pass of the draft model per step; those who cannot fly still get all their guesses."""
+def test_eager_steps_before_captured_ones_draft_one_node(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """The host makes one draft pass per step; requests that cannot be captured still get all their nodes."""
     for params, passes in ((GREEDY, 1), (SamplingParams(max_tokens=23, logprobs=0), 4)):
         engine = build(pair, "model", k=4)
         forward, calls = engine.drafter._runner.forward, []

@@ -9,7 +9,7 @@ import torch
 
 from faircopy import rng
 from faircopy.errors import RequestError
-from faircopy.sampling import Row, choose, filtered, logprobs, probabilities
+from faircopy.sampling import SamplingRow, choose, filtered, logprobs, probabilities
 from faircopy.testing import TableModel, plain_choice, plain_scores
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of, run
@@ -55,8 +55,8 @@ def a_row(
     path: tuple[int, ...] = (),
     stops: frozenset[int] = frozenset(),
     bad_words: tuple[tuple[int, ...], ...] = (),
-) -> Row:
-    return Row(Sequence(0, Request(prompt, params, seed, bad_words=bad_words), [*prompt, *output], stops), path)
+) -> SamplingRow:
+    return SamplingRow(Sequence(0, Request(prompt, params, seed, bad_words=bad_words), [*prompt, *output], stops), path)
 
 
 def test_choices_are_those_of_the_simple_twin() -> None:

@@ -67,8 +67,8 @@ def with_head(folder: str, method: str) -> tuple[Model, Head, list[list[int]], l
 def guesses(folder: str, method: str, strategy: str, batch: int, k: int | None) -> list[tuple[int, int]]:
     """How many nodes each request got and kept, its text compared with plain decoding's; k None: it changes."""
     model, head, prompts, params, expected = with_head(folder, method)
-    wish = changing if k is None else (lambda seq: k)
-    engine = engine_of(model, draft=head, wish=wish, max_batch=batch, chunk=16, strategy=strategy)
+    lengths = changing if k is None else (lambda seq: k)
+    engine = engine_of(model, draft=head, lengths=lengths, max_batch=batch, chunk=16, strategy=strategy)
     seqs = run(engine, requests_of(prompts, params, list(range(6))))
     assert_same(seqs, expected, bits=strategy == "ragged")
     assert engine.meter.drafted > 0
@@ -140,7 +140,7 @@ def test_the_example_of_the_ems_paper() -> None:
     expected = expect(model, prompts, params)
     plan = {(0, 1): (5, 3), (1, 1): (2, 0), (0, 2): (2, 1), (1, 2): (5, 5)}  # (request, step) -> (nodes, right)
 
-    def script(seq: Sequence, room: int) -> tuple[int, int]:
+    def script(seq: Sequence, max_nodes: int) -> tuple[int, int]:
         return plan.get((seq.id - 1, seq.steps), (0, 0))
 
     widths = {"padded": [15, 15], "unpad_inputs": [15, 15], "unpad_cache": [11, 10], "ems": [11, 10]}

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from faircopy.acceptance import accept_path, children
 from faircopy.model.runner import Runner
 from faircopy.testing import TableModel
 from faircopy.types import Draft, Request, SamplingParams
-from faircopy.verify import exact, rejection
-from faircopy.verify.base import children
+from faircopy.verify import rejection
 from tests.helpers import engine_of, random_prompts, references, run, scripted
 
 Law = dict[tuple[int, ...], Fraction]
@@ -25,12 +25,11 @@ Law = dict[tuple[int, ...], Fraction]
 def test_the_walk_follows_the_targets_choices() -> None:
     #        root -> 0:5 -> 2:7 -> 4:9     and root -> 1:6 -> 3:8
     draft = Draft([[5, 6, 7, 8, 9]], [[-1, -1, 0, 1, 2]])
-    below = children(draft, 0)
-    assert below == [[0, 1], [2], [3], [4], [], []]
+    assert children(draft.parents[0]) == [[0, 1], [2], [3], [4], [], []]
     good = [False] * 6
 
     def walk(choices: list[int], broken: list[bool] = good) -> tuple[list[int], list[int]]:
-        return exact.walk(draft.tokens[0], below, choices, broken)
+        return accept_path(draft.tokens[0], draft.parents[0], choices, broken)
 
     assert walk([5, 7, 0, 9, 0, 3]) == ([0, 2, 4], [5, 7, 9, 3])
     assert walk([6, 7, 8, 9, 0, 3]) == ([1, 3], [6, 8, 0])
@@ -38,8 +37,8 @@ def test_the_walk_follows_the_targets_choices() -> None:
     assert walk([5, 7, 0, 9, 0, 3], [False, False, True, True, False, False]) == ([0, 2], [5, 7])
     assert walk([5, 7, 0, 9, 0, 3], [True] * 6) == ([], [])
     chain = Draft.chains([[4, 4, 4]])
-    assert exact.walk(chain.tokens[0], children(chain, 0), [4, 4, 1, 9], good) == ([0, 1], [4, 4, 1])
-    assert exact.walk([], children(Draft.empty(1), 0), [3], good) == ([], [3])
+    assert accept_path(chain.tokens[0], chain.parents[0], [4, 4, 1, 9], good) == ([0, 1], [4, 4, 1])
+    assert accept_path([], [], [3], good) == ([], [3])
 
 
 class Explorer:
@@ -127,7 +126,7 @@ def speculative_law(
                     q = rejection.without(q, tokens[elder])
             tokens.append(explorer.draw(0, q) if drawn else int(np.argmax(q)))
             sources.append(q if drawn else None)
-        below = children(Draft([tokens], [parents]), 0)
+        below = children(parents)
         paths = [(), *(tuple(tokens[n] for n in shape.path(0, node)) for node in range(len(parents)))]
         _, text = rejection.walk(
             tokens, below, [target(p) for p in paths], sources.__getitem__, explorer.coin, explorer.draw
@@ -192,7 +191,7 @@ def test_rejection_with_greedy_requests_is_plain_decoding() -> None:
     prompts = random_prompts(4, model.vocab)
     params = [SamplingParams(max_tokens=10)] * 4
     expected = references(model, prompts, params, [0] * 4)
-    drafter = scripted(prompts, expected, lambda seq, room: (room, room // 2), model.vocab, wide=True)
+    drafter = scripted(prompts, expected, lambda seq, max_nodes: (max_nodes, max_nodes // 2), model.vocab, wide=True)
     seqs = run(engine_of(model, drafter, k=6, verifier="rejection"), [Request(tuple(p), params[0]) for p in prompts])
     assert [seq.output for seq in seqs] == [e.tokens for e in expected]
 
@@ -212,6 +211,6 @@ def test_only_wanted_rows_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> Non
     prompt = list(range(1, 21))
     expected = references(model, [prompt], [SamplingParams(max_tokens=6)], [0])
     seen.clear()
-    drafter = scripted([prompt], expected, lambda seq, room: (room, room), model.vocab)
+    drafter = scripted([prompt], expected, lambda seq, max_nodes: (max_nodes, max_nodes), model.vocab)
     run(engine_of(model, drafter, k=2, chunk=12), [Request(tuple(prompt), SamplingParams(max_tokens=6))])
     assert seen == [0, 3, 3]

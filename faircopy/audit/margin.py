@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from faircopy import rng
 from faircopy.audit.report import Kind
 from faircopy.kernels.gumbel import gumbel
 from faircopy.llm import LLM
-from faircopy.sampling import Row, adjusted, filtered
+from faircopy.sampling import SamplingRow, adjusted, filtered
 from faircopy.testing import cacheless
 from faircopy.types import SamplingParams, Sequence
 
@@ -51,15 +52,14 @@ def rounding(logits: Tensor, dtype: torch.dtype) -> float:
     return ROUNDINGS[dtype] * torch.finfo(dtype).eps * float(logits.abs().max())
 
 
-def decision_scores(logits: Tensor, row: Row) -> Tensor:
+def decision_scores(logits: Tensor, row: SamplingRow) -> Tensor:
     """What the chosen token is the largest of, in units of logits: penalties, filters and seeded noise included."""
     scores = adjusted(logits[None], [row])
     params = row.seq.params
     if params.greedy:
         return scores[0]
-    key = row.key - (1 << 64) if row.key >> 63 else row.key
     places = torch.arange(scores.shape[1], device=scores.device)
-    noise = gumbel(torch.tensor(key, device=scores.device), places)
+    noise = gumbel(torch.tensor(rng.signed(row.key), device=scores.device), places)
     return (filtered(scores, [row])[0] + noise) * params.temperature
 
 
@@ -77,7 +77,7 @@ def judge(scores: Tensor, expected: int, got: int, threshold: float) -> Margin:
     return Margin("bug", f"{says}, and the tokens in question lie up to {lag:.3g} behind", top_two, threshold)
 
 
-def _row(alone: LLM, prompt: list[int], params: SamplingParams, tokens: list[int]) -> Row:
+def _row(alone: LLM, prompt: list[int], params: SamplingParams, tokens: list[int]) -> SamplingRow:
     request = alone.request(prompt, params)  # bad words as tokens, exactly as the engine gets them
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else alone.engine.eos)
-    return Row(Sequence(0, request, tokens, stops=ends))
+    return SamplingRow(Sequence(0, request, tokens, stops=ends))

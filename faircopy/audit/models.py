@@ -14,6 +14,7 @@ import torch
 
 from faircopy.audit.margin import first_difference, margin_at
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, ending, versions
+from faircopy.build import load_draft
 from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head
@@ -226,7 +227,7 @@ def _load_draft(llm: LLM, draft: Draft) -> tuple[str, Model | Head | Drafter | s
         return str(getattr(path, "name", type(path).__name__)), path
     if path in ("ngram", "none"):
         return path, path if path == "ngram" else None
-    return path, llm.load_draft(path)[1]
+    return path, load_draft(path, llm.model, llm.tokenizer, llm.config)[1]
 
 
 def _check(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from faircopy.build import load_draft
 from faircopy.drafters.heads import Head
 from faircopy.llm import LLM
 from faircopy.model.base import Model
@@ -23,4 +24,5 @@ class Pair:
 def load_pair(target: str, draft: str | None, **options: Any) -> Pair:
     """A target, and a draft model or head for it, loaded and checked by LLM; options are LLM's."""
     llm = LLM(target, memory="64MiB", **options)
-    return Pair(llm.model, None if draft is None else llm.load_draft(draft)[1], llm.encode)
+    _, small = load_draft(draft, llm.model, llm.tokenizer, llm.config)
+    return Pair(llm.model, small, llm.encode)

@@ -61,7 +61,7 @@ def profiled(engine: Engine) -> Iterator[Stopwatch]:
         (engine.target.layout, "commit", "accept"),
         (engine.target.layout, "publish", "accept"),
         *((layout, "align", "realign") for layout in engine.layouts if hasattr(layout, "align")),
-        *((engine.replay, name, "captured") for name in ("launch", "land") if engine.replay is not None),
+        *((engine.captured, name, "captured") for name in ("start", "collect") if engine.captured is not None),
     ]
     for owner, name, phase in places:
         setattr(owner, name, watch.timed(phase, getattr(owner, name)))

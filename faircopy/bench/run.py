@@ -15,10 +15,11 @@ import torch
 from faircopy.bench.phases import PHASES, profiled
 from faircopy.bench.record import origin
 from faircopy.bench.workloads import Workload
+from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.engine import Engine, build_engine
+from faircopy.engine import Engine
 from faircopy.errors import ConfigError
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
@@ -146,15 +147,13 @@ def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
             "memory": _memory(bench, case, workload),
             "device": bench.target.device.type,
             "graphs": case.steps != EAGER,
+            "pack_rows": case.steps != PADDED,
             **bench.options,
         }
     )
     drafter = NgramDrafter(config.lookup_min, config.lookup_max) if case.drafter == "ngram" else None
     draft = bench.draft if case.drafter == "model" else None
-    engine = build_engine(bench.target, drafter, draft=draft, config=config)
-    if case.steps == PADDED and engine.replay is not None:
-        engine.replay.packs = False
-    return engine
+    return build_engine(bench.target, drafter, draft=draft, config=config)
 
 
 def _memory(bench: Bench, case: Case, workload: Workload) -> int:
@@ -206,12 +205,15 @@ def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = ti
     seqs = [engine.add(Request(tuple(prompt), params)) for prompt in workload.prompts]
     _synchronise(device)
     begin, decode, decoded = clock(), 0.0, 0
+    known: set[int] = set()  # sequences that have written something
     while engine.busy:
         start = clock()
         outputs = engine.step()
-        if not any(len(output.seq.output) == len(output.tokens) for output in outputs):  # no first tokens
+        begun = {output.id for output in outputs}
+        if begun <= known:  # no sequence's first tokens
             decode += clock() - start
             decoded += sum(len(output.tokens) for output in outputs)
+        known |= begun
     _synchronise(device)
     seconds = clock() - begin
     now = engine.meter.snapshot()

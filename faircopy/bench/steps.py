@@ -74,7 +74,7 @@ def scene(model: Model, batch: int, rows: int, context: int, first: bool = False
             pool.normal_()
     seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
     for seq in seqs:
-        layout.settle(seq, 0 if first else context - 1)
+        layout.set_cached(seq, 0 if first else context - 1)
     nodes = [[] if first else list(range(1, rows)) for _ in seqs]
     room = [len(chain) for chain in nodes]
     return layout, layout.pack(Batch(seqs, [context] * batch, room), Draft.chains(nodes))

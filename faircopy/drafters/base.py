@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from faircopy.model.runner import Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
 
-@runtime_checkable
-class Drafter(Protocol):
-    """Guesses what the target will say. May be wrong, may be late, can never change the output.
 
-    One with a `wants` names hidden states of the target (see model.base.Taps) and finds them in `result.states`.
+class Drafter(ABC):
+    """Guesses the target's next tokens. Its guesses may be wrong or missing and never change the output.
+
+    Only `propose` is needed. The host asks a drafter through `propose` in every step, unless `capture` returns
+    something that drafts inside captured steps on a GPU.
     """
 
+    wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
+    expensive = False  # true: each level of a draft costs the host a pass of a network
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class with a `propose` of its own does not inherit `capture`: captured steps would not ask `propose`."""
+        super().__init_subclass__(**options)
+        if "propose" in cls.__dict__ and "capture" not in cls.__dict__:
+            cls.capture = Drafter.capture  # type: ignore[method-assign]
+
+    @abstractmethod
     def propose(self, batch: Batch) -> Draft:
-        """At most batch.room[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
+        """At most batch.max_nodes[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
 
-    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        """Once per step, before the verdict is appended."""
+    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:  # noqa: B027
+        """Called once per step, before the verdict is appended."""
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: Sequence) -> None:  # noqa: B027
         """The sequence finished or was preempted."""
 
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        """The same drafter inside captured steps of up to num_slots sequences; None: it is asked by the host."""
+        return None
 
-class NoDrafter:
+
+class NoDrafter(Drafter):
     """Plain decoding."""
-
-    wants: tuple[int, ...] = ()
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.empty(len(batch))
 
-    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        pass
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.drafters.captured import CapturedNothing
 
-    def forget(self, seq: Sequence) -> None:
-        pass
-
-    def plan_fill(self, space: Any) -> Callable[[], None]:
-        return lambda: None
-
-    def ready(self, seq: Sequence) -> bool:
-        return True
-
-    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
-        pass
+        return CapturedNothing()

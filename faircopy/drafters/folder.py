@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[HeadConfig], Head]] = {
     "clover2": Clover2,
     "eagle3": Eagle3,
 }
-LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7}  # tokens guessed ahead, unless said otherwise
+LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7}  # default number of tokens drafted ahead
 
 
 def new_head(

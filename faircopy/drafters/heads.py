@@ -24,14 +24,14 @@ from faircopy.model.base import TokenWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """What a head is, as its config.json says."""
+    """A draft head's configuration, as in its config.json."""
 
     method: str
     shape: BlockShape  # of its decoder layers
     vocab: int  # the target's
     depth: int  # the target's number of layers
     levels: int  # tokens it guesses ahead at most
-    target: str = ""  # the name it was trained under, and what tells that checkpoint from others
+    target: str = ""  # the name it was trained under, and what distinguishes that checkpoint from others
     fingerprint: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # the method's own
 
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What a head says at one level: [..., T, V], what it remembers, and the state its logits were made from."""
+    """A head's output at one level: logits [..., T, V], what it remembers, and the state its logits were made from."""
 
     logits: Tensor
     memory: Tensor
@@ -82,8 +82,8 @@ class Head(nn.Module, ABC):
         return self._like().device
 
     @property
-    def width(self) -> int:
-        """Size of what it reads per row."""
+    def input_size(self) -> int:
+        """Numbers of hidden state that it reads per row."""
         return len(self.wants) * self.config.shape.hidden
 
     @property
@@ -109,9 +109,9 @@ class Head(nn.Module, ABC):
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
         """What follows these tokens, given what was remembered above them; level 0 follows the text itself."""
 
-    def tree(self, room: int) -> Tree:
+    def tree(self, max_nodes: int) -> Tree:
         """An empty tree of the method's own kind."""
-        return Tree(room)
+        return Tree(max_nodes)
 
     def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
         """All levels over whole texts, each given the true tokens before: level j loses its last j + 1 rows."""

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.drafters.base import Drafter
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
-from faircopy.sampling import Row, choose, probabilities
+from faircopy.sampling import SamplingRow, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
 
-class ModelDrafter:
+
+class ModelDrafter(Drafter):
     """Feeds what it has not cached, then guesses token by token with the target's own parameters and noise.
 
     A prompt, a rejection and a full acceptance look the same to it: uncached tokens.
     """
 
-    costly = True  # a pass per guess
+    expensive = True  # a pass per node
 
     def __init__(self, runner: Runner, vocab: int, chunk: int, sampled: bool = False) -> None:
         self._runner, self._vocab, self._chunk = runner, vocab, chunk
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
-        self._mute: set[Sequence] = set()  # it cannot read these any further
+        self._mute: set[Sequence] = set()  # sequences it cannot read any further
         self._fed = Batch([], [], [])
 
     @property
@@ -42,10 +45,10 @@ class ModelDrafter:
         while part.seqs:
             chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
             result = self._runner.forward(part, chains, done=max(depth - 1, 0))
-            live = [n for n in range(len(part)) if part.complete(n) and part.room[n] > depth]
+            live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
             self._guess(draft, [(places[part.seqs[n]], part.seqs[n], result.of(n)[-1]) for n in live])
             depth += 1
-            part = _part(part, [n for n in live if part.room[n] > depth and part.seqs[n] not in self._mute])
+            part = _part(part, [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute])
         return Draft.chains(draft.tokens, draft.sources)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
@@ -57,57 +60,42 @@ class ModelDrafter:
         self._mute.discard(seq)
         self._runner.layout.forget(seq)
 
-    def plan_fill(self, space: Any) -> Callable[[], None]:
-        """The same on the device: the last two tokens first, then node by node."""
-        model, layout, feed = self._runner.model, self._runner.layout, space.feed
-        passes = [space.catch_up_rows(layout)]
-        passes += [space.node_rows(layout, node) for node in range(space.k - 1)]
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.capture import can_capture
+        from faircopy.drafters.captured import CapturedModel
 
-        def fill() -> None:
-            for node, packed in enumerate(passes):
-                logits = model.forward(packed, layout)
-                space.suite.pick(
-                    logits, feed.heat[:, node], feed.keys[:, node], vocab=self._vocab, out=feed.ids[:, node + 1]
-                )
-
-        return fill
-
-    def ready(self, seq: Sequence) -> bool:
-        """Who gets no drafts may fly with those who do; what is guessed for them counts for nothing."""
-        return self._idle(seq) or self._runner.layout.cached(seq) >= len(seq.tokens) - 2
-
-    def settle(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         layout = self._runner.layout
-        assert isinstance(layout, PagedLayout), "only pages are filled without the host"
-        if k and not self._idle(seq):
-            layout.settle(seq, length + min(accepted, k - 1))
+        if not isinstance(layout, PagedLayout) or not can_capture(self.model, layout):
+            return None
+        return CapturedModel(self.model, layout, self._vocab, self._is_idle)
 
-    def _idle(self, seq: Sequence) -> bool:
+    def _is_idle(self, seq: Sequence) -> bool:
+        """Whether it drafts nothing for this sequence, now or later."""
         return seq in self._mute or seq.request.k == 0
 
     def _readable(self, batch: Batch) -> Batch:
-        """What of the batch this model reads now: a chunk at a time, and nothing it has no words or room for."""
+        """What of the batch this model reads now: a chunk at a time, and nothing beyond its vocabulary or context."""
         part = Batch([], [], [])
-        for seq, upto, room in zip(batch.seqs, batch.upto, batch.room, strict=True):
-            idle = seq.request.k == 0 or (room == 0 and upto == len(seq.tokens))
+        for seq, upto, max_nodes in zip(batch.seqs, batch.upto, batch.max_nodes, strict=True):
+            idle = seq.request.k == 0 or (max_nodes == 0 and upto == len(seq.tokens))
             if idle or seq in self._mute:
                 continue
             cached = self._runner.layout.cached(seq)
             upto = min(upto, cached + self._chunk)
-            room = min(room, self._runner.model.context - upto)
-            if room < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
+            max_nodes = min(max_nodes, self._runner.model.context - upto)
+            if max_nodes < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
                 self._mute.add(seq)
             elif upto > cached:
                 part.seqs.append(seq)
                 part.upto.append(upto)
-                part.room.append(room)
+                part.max_nodes.append(max_nodes)
         return part
 
     def _guess(self, draft: Draft, places: list[tuple[int, Sequence, Tensor]]) -> None:
         """One more token for each chain."""
         if not places:
             return
-        rows = [Row(seq, draft.tokens[i]) for i, seq, _ in places]
+        rows = [SamplingRow(seq, draft.tokens[i]) for i, seq, _ in places]
         logits = self._fit(torch.stack([logits for _, _, logits in places]))
         tokens = choose(logits, rows)
         drawn_from = probabilities(logits, rows) if draft.sources is not None else None
@@ -126,4 +114,4 @@ class ModelDrafter:
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:
-    return Batch([batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.room[n] for n in places])
+    return Batch([batch.seqs[n] for n in places], [batch.upto[n] for n in places], [batch.max_nodes[n] for n in places])

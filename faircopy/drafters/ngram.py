@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from faircopy.drafters.base import NoDrafter
+from faircopy.drafters.base import Drafter
 from faircopy.types import Batch, Draft, Sequence
 
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
 
-class NgramDrafter(NoDrafter):
+
+class NgramDrafter(Drafter):
     """Longest suffix first, its latest occurrence; needs no model."""
-
-    varies = True  # often there is nothing to be found
 
     def __init__(self, shortest: int = 1, longest: int = 4) -> None:
         self._lengths = range(longest, shortest - 1, -1)
@@ -21,21 +21,23 @@ class NgramDrafter(NoDrafter):
     def propose(self, batch: Batch) -> Draft:
         return Draft.chains(
             [
-                self._lookup(seq, room) if room and batch.complete(i) else []
-                for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
+                self._lookup(seq, max_nodes) if max_nodes and batch.complete(i) else []
+                for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
             ]
         )
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
 
-    def plan_fill(self, space: Any) -> Callable[[], None]:
-        return lambda: space.suite.lookup(space.slots, space.feed, self._lengths[-1], self._lengths[0])
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.drafters.captured import CapturedNgram
 
-    def _lookup(self, seq: Sequence, room: int) -> list[int]:
+        return CapturedNgram(self._lengths[-1], self._lengths[0])
+
+    def _lookup(self, seq: Sequence, max_nodes: int) -> list[int]:
         index = self._indices.setdefault(seq, _Index(self._lengths))
         after = index.follow(seq.tokens)
-        return [] if after is None else seq.tokens[after : after + room]
+        return [] if after is None else seq.tokens[after : after + max_nodes]
 
 
 class _Index:

@@ -1,4 +1,8 @@
-"""How a head's offers become a tree: one rule per class. A tree grows level by level until its room is used."""
+"""How the tokens a draft head offers become a tree: one rule per class, one tree at a time.
+
+A tree grows level by level until it has max_nodes nodes. Captured steps grow all trees of a batch at once with the
+rules of `batched_trees.py`; tests keep the two alike.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,21 @@ OFFERED = 10  # tokens a node offers at most
 
 
 class Tree:
-    """Nodes with the probability of the path to them. `front` are the nodes whose children are wanted next.
+    """Nodes with the probability of the path to them. `front` holds the nodes whose children are wanted next.
 
     This one is a chain: the first token offered, again and again.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.values: list[float] = []  # log probability of the whole path
         self.front: list[int] = [-1]
-        self.expanded: list[int] = []  # nodes that were in front, in that order
+        self.expanded: list[int] = []  # nodes that have been in front, in that order
 
     def grow(self, offers: list[Offer]) -> None:
-        """One level more, from what each node in front offers; decides who is in front next."""
+        """Add one level from what each node in front offers, and choose the next front."""
         self._advance([self._add(node, *offer[0]) for node, offer in zip(self.front, offers, strict=True)])
 
     def result(self) -> tuple[list[int], list[int]]:
@@ -51,7 +55,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def _advance(self, front: list[int]) -> None:
-        self.front = front if len(self.tokens) < self.room else []
+        self.front = front if len(self.tokens) < self.max_nodes else []
         self.expanded += self.front
 
     def _candidates(self, offers: list[Offer]) -> list[tuple[float, int, int, float]]:
@@ -64,15 +68,16 @@ class Tree:
         return sorted(found, key=lambda c: -c[0])
 
 
-class Spent(Tree):
-    """Clover's: a node keeps its likely tokens, a level its likely paths; what a level takes, deeper ones lack."""
+class NodeBudgetTree(Tree):
+    """Clover's: a node keeps its likely tokens, a level its likely paths. All levels share one node budget, spent from
+    the root down."""
 
-    def __init__(self, room: int, top_p: float = 0.8, floor: float = 0.25) -> None:
-        super().__init__(room)
+    def __init__(self, max_nodes: int, top_p: float = 0.8, floor: float = 0.25) -> None:
+        super().__init__(max_nodes)
         self.top_p, self.floor = top_p, floor
 
     def grow(self, offers: list[Offer]) -> None:
-        kept = self._candidates([self._likely(offer) for offer in offers])[: self.room - len(self.tokens)]
+        kept = self._candidates([self._likely(offer) for offer in offers])[: self.max_nodes - len(self.tokens)]
         self._advance([self._add(parent, token, value) for _, parent, token, value in kept])
 
     def _likely(self, offer: Offer) -> Offer:
@@ -86,34 +91,36 @@ class Spent(Tree):
         return kept
 
 
-class Reranked(Tree):
+class RerankedTree(Tree):
     """EAGLE-2's: expand the likeliest paths of each level, then keep the best nodes of all levels."""
 
-    def __init__(self, room: int, depth: int) -> None:
-        super().__init__(room)
-        self.width = max(1, min(OFFERED, room // depth))  # what is expanded must fit the room too
+    def __init__(self, max_nodes: int, depth: int) -> None:
+        super().__init__(max_nodes)
+        self.breadth = max(
+            1, min(OFFERED, max_nodes // depth)
+        )  # the expanded nodes need KV slots too: no more than max_nodes
 
     def grow(self, offers: list[Offer]) -> None:
         nodes = [self._add(parent, token, value) for _, parent, token, value in self._candidates(offers)]
-        self.front = nodes[: min(self.width, self.room - len(self.expanded))]
+        self.front = nodes[: min(self.breadth, self.max_nodes - len(self.expanded))]
         self.expanded += self.front
 
     def result(self) -> tuple[list[int], list[int]]:
         """A parent is never less likely than its child and comes before it, so a stable sort keeps whole paths."""
-        best = sorted(sorted(range(len(self.tokens)), key=lambda n: -self.values[n])[: self.room])
+        best = sorted(sorted(range(len(self.tokens)), key=lambda n: -self.values[n])[: self.max_nodes])
         place = {node: n for n, node in enumerate(best)}
         return [self.tokens[n] for n in best], [place.get(self.parents[n], -1) for n in best]
 
 
-class Static(Tree):
+class StaticTree(Tree):
     """Medusa's: the shape is fixed before; every node of a level is offered the same tokens."""
 
-    def __init__(self, shape: list[tuple[int, int]], room: int) -> None:
-        super().__init__(room)
-        self.levels = _levels(shape[:room])
+    def __init__(self, shape: list[tuple[int, int]], max_nodes: int) -> None:
+        super().__init__(max_nodes)
+        self.levels = _levels(shape[:max_nodes])
         self._places: dict[int, int] = {-1: -1}  # node of the shape -> node of this tree
         self._depth = 0
-        self._last = -1  # who stood for the level above
+        self._last = -1  # the node that stood for the level above
 
     def above(self, node: int) -> int:
         return self._last
@@ -125,7 +132,7 @@ class Static(Tree):
                 self._places[node] = self._add(self._places[parent], *offer[rank])
         self._depth += 1
         self._last = self.front[0]
-        self.front = [len(self.tokens) - 1] if self._depth < len(self.levels) else []  # one stands for all
+        self.front = [len(self.tokens) - 1] if self._depth < len(self.levels) else []  # one node stands for the level
         self.expanded += self.front
 
 

@@ -1,7 +1,7 @@
 """Attention of ragged queries over paged keys, in tiles whose shape depends on positions alone.
 
 Queries are cut into tiles at fixed positions, keys at fixed multiples of STEP: the row at position p is always computed
-as the same row of a tile of the same shape over the same number of keys, whoever else is in the batch. Keys beyond a
+as the same row of a tile of the same shape over the same number of keys, whatever else is in the batch. Keys beyond a
 row's own position are masked to minus infinity, so they add exact zeros.
 """
 
@@ -82,15 +82,15 @@ class _KeySet:
 
 
 def plan_attention(
-    lanes: list[Lane], size: int, window: int, group: int, trash: int, device: torch.device, exact: bool = True
+    lanes: list[Lane], size: int, window: int, group: int, scratch: int, device: torch.device, exact: bool = True
 ) -> AttentionPlan:
-    """Cut the lanes of a step into tiles: `size` packed rows, `trash` a slot that is always zero."""
+    """Cut the lanes of a step into tiles: `size` packed rows, `scratch` a slot that is always zero."""
     buckets = _buckets(lanes, window, group, exact)
     groups, slots, places, keys = [], [_NONE], 0, 0
     for sets in buckets:
         count, length = sum(len(s.begins) for s in sets), sets[0].high - sets[0].low
         run = _in_place(sets)
-        read = [_NONE] if run else _gathered(sets, length, trash)
+        read = [_NONE] if run else _gathered(sets, length, scratch)
         queries, many = slice(places, places + count * sets[0].height), sum(map(len, read))
         mask = torch.from_numpy(_mask(sets, length, window, group)).to(device)
         groups.append(TileGroup(queries, mask, slice(keys, keys + many), run))
@@ -196,12 +196,12 @@ def _in_place(sets: list[_KeySet]) -> slice | None:
     return slice(start + sets[0].low, start + sets[0].high) if alone else None
 
 
-def _gathered(sets: list[_KeySet], length: int, trash: int) -> list[Ints]:
+def _gathered(sets: list[_KeySet], length: int, scratch: int) -> list[Ints]:
     """Slots per tile, or once if all tiles see the same keys."""
     read = []
     for s in sets:
         slots = s.lane.slots[s.low : s.high]
-        missing = [np.full(length - len(slots), trash)] if len(slots) < length else []
+        missing = [np.full(length - len(slots), scratch)] if len(slots) < length else []
         read += [slots, *missing] * (len(s.begins) if len(sets) > 1 else 1)
     return read
 

@@ -1,4 +1,4 @@
-"""Keys and values in pages, tokens packed end to end: nothing is padded, nothing is moved for a chain.
+"""Keys and values in pages, tokens packed end to end: no padding rows, and no keys are moved for a chain.
 
 A rejected node's keys stay where they are: the next write lands on top of them.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
-from faircopy.layout.rows import finite, logit_rows, node_depths, pad_last
+from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
 from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
@@ -41,11 +41,11 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        self.trash = (
-            tables.pool.pages * tables.page
-        )  # one page more than the pool knows; nobody's keys: zeros, or what empty seats wrote
+        # First slot of the scratch page for padding rows, which the pool does not know; its contents never affect a real
+        # sequence.
+        self.scratch = tables.pool.pages * tables.page
         kind = cache_dtype(dtype, device)
-        shapes = [(self.trash + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
+        shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._pools = [_pool(shape, kind, device, self.suite is not None) for shape in shapes]
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
@@ -82,7 +82,7 @@ class PagedLayout:
                 pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
                 slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
             before = len(wanted)
-            wanted += (len(ids) + row for row in logit_rows(seq, start, upto, batch.complete(i), len(live)))
+            wanted += (len(ids) + row for row in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
             ids += seq.tokens[start:upto]
             ids += draft.tokens[i][live.start : live.stop]
             positions += range(start, upto)
@@ -117,12 +117,12 @@ class PagedLayout:
         shape, width = self.layers[layer], v.shape[-1]
         pool = self._pools[layer]
         new = torch.stack([pad_last(k, shape.head_dim), pad_last(v, shape.head_dim)], 1)
-        pool.index_copy_(0, packed.slots, finite(new.to(pool.dtype)))
+        pool.index_copy_(0, packed.slots, finite_or_zero(new.to(pool.dtype)))
         if layer == len(self.layers) - 1:
             self.healthy = torch.isfinite(q.flatten(1).float().sum(-1))
         query = pad_last(q, shape.head_dim)
         if self.suite is not None:
-            out = self.look(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
+            out = self.attend_cached(packed, layer, query.to(pool.dtype).contiguous(), scale, softcap, sinks)
         else:
             out = attend(query, pool, packed.plans[shape.window, shape.group], scale, softcap, sinks)
         return out[..., :width].to(q.dtype)
@@ -136,7 +136,7 @@ class PagedLayout:
         """Keys and values of all layers."""
         return [part for pool in self._pools for part in pool.unbind(1)]
 
-    def look(
+    def attend_cached(
         self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
         """Attention of q [T, H, D] over what is stored, by the device's kernel."""
@@ -149,7 +149,7 @@ class PagedLayout:
         )  # fmt: skip
 
     def watch(self, healthy: Tensor) -> None:
-        """A model that knows which rows are finite says so."""
+        """Note which rows of the pass are finite; for models that check it themselves."""
         self.healthy = healthy
 
     def advance(self, batch: Batch) -> None:
@@ -166,8 +166,8 @@ class PagedLayout:
             self._reach(seq, base + len(kept))
         return verdict
 
-    def settle(self, seq: Sequence, length: int) -> None:
-        """So many of the sequence's tokens have keys here, whoever wrote them."""
+    def set_cached(self, seq: Sequence, length: int) -> None:
+        """The first `length` tokens of the sequence have keys here; a captured step wrote them."""
         self._nodes.pop(seq, None)
         self._reach(seq, length)
 
@@ -183,7 +183,7 @@ class PagedLayout:
 
     def _plans(self, lanes: list[Lane], size: int) -> dict[tuple[int, int], Any]:
         return {
-            (window, group): plan_attention(lanes, size, window, group, self.trash, self.device, self.exact)
+            (window, group): plan_attention(lanes, size, window, group, self.scratch, self.device, self.exact)
             for window, group in self._kinds
         }
 
@@ -193,7 +193,7 @@ class PagedLayout:
         if not self.layers:  # some draft heads only read
             return {}
         tables = [self.tables.table(seq) for seq in batch.seqs]
-        grid = np.full((len(tables), max(map(len, tables))), self.trash // self.tables.page, np.int32)
+        grid = np.full((len(tables), max(map(len, tables))), self.scratch // self.tables.page, np.int32)
         for row, table in zip(grid, tables, strict=True):
             row[: len(table)] = table
         blocks = -(-grid.shape[1] * self.tables.page // min(block_length(layer.head_dim) for layer in self.layers))
@@ -265,7 +265,7 @@ class PagedLayout:
         """First slot and how many there are from it to the pool's end, if all pages follow each other."""
         table, page = self.tables.table(seq), self.tables.page
         rising = all(b - a == 1 for a, b in pairwise(table))
-        return (table[0] * page, self.trash + page - table[0] * page) if rising else (0, 0)
+        return (table[0] * page, self.scratch + page - table[0] * page) if rising else (0, 0)
 
     def _move(self, seq: Sequence, base: int, nodes: Seq[int]) -> None:
         moves = [(base + node, base + place) for place, node in enumerate(nodes) if node != place]

@@ -1,4 +1,4 @@
-"""Pages as integers: who holds which, which may be shared, which are free. No tensors here."""
+"""Pages as integers: how many sequences hold each, which may be shared, which are free. No tensors here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Hashable, Iterable
 class PagePool:
     """Hands out pages; a page is free, held by one or more sequences, or kept for its content until needed.
 
-    `birth` counts how often a page was handed out anew, so that whoever remembers something about its
-    content can tell whether that is still true.
+    `birth` counts how often a page was handed out anew: what was known about its content is true while it is the same.
     """
 
     def __init__(self, pages: int) -> None:
@@ -18,7 +17,7 @@ class PagePool:
         self.birth = [0] * pages
         self._free = set(range(pages))
         self._holders: dict[int, int] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody holds them, least recently used first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # held by no sequence, least recently used first
         self._content: dict[int, Hashable] = {}  # page -> what it holds, for pages that may be shared
         self._index: dict[Hashable, int] = {}  # the same, backwards
         self._runs = 0
@@ -67,12 +66,12 @@ class PagePool:
             self._free.add(page)
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Every page is in exactly one state, and held as often as the tables say."""
+        """Check that every page is in exactly one state, and held as often as it is in the tables."""
         held: dict[int, int] = {}
         for table in tables:
             for page in table:
                 held[page] = held.get(page, 0) + 1
-        assert held == self._holders, "a table and the pool disagree about who holds a page"
+        assert held == self._holders, "a table and the pool disagree about the holders of a page"
         states = sorted([*self._free, *self._holders, *self._kept])
         assert states == list(range(self.pages)), "a page is lost or in two states"
         assert set(self._kept) <= set(self._content), "a page is kept for no content"

@@ -19,7 +19,7 @@ def node_depths(parents: list[int]) -> Ints:
     return depths
 
 
-def logit_rows(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
+def wanted_rows(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
     """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
     fed = upto - start
     prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
@@ -32,6 +32,6 @@ def pad_last(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def finite(x: Tensor) -> Tensor:
+def finite_or_zero(x: Tensor) -> Tensor:
     """A masked NaN still spreads (NaN - inf, 0 * NaN), to other queries and to a page's next holder: store zeros."""
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)

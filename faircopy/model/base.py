@@ -16,7 +16,7 @@ FINAL = -1  # the normalised state that a model's head reads
 class Taps:
     """Keeps the wanted hidden states of a pass, a row per token: n is what enters layer n, or leaves the last.
 
-    It keeps references: a model that goes on to write into a state passes copy=True.
+    It keeps references: a model that goes on to write into a state hands over a copy.
     """
 
     def __init__(self, wants: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ class FusedCache(Protocol):
     suite: Suite | None
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]: ...
-    def look(self, packed: Packed, layer: int, q: Tensor, scale: float) -> Tensor: ...
+    def attend_cached(self, packed: Packed, layer: int, q: Tensor, scale: float) -> Tensor: ...
     def watch(self, healthy: Tensor) -> None: ...
 
 
@@ -99,4 +99,4 @@ class Fused:
         q = suite.place(
             parts, layer.qk_norm, table, packed.positions, packed.slots, *cache.pools(i), s.heads, s.eps, s.interleaved
         )
-        return cache.look(packed, i, q, s.scale)
+        return cache.attend_cached(packed, i, q, s.scale)

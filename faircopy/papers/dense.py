@@ -18,7 +18,7 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
-from faircopy.layout.rows import finite, logit_rows, node_depths, pad_last
+from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
 from faircopy.papers.attention import PAD, additive, ancestry, attend_rows, visible
 from faircopy.papers.row_tables import RowTables
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -126,7 +126,7 @@ class DenseLayout:
         keys, values = self._keys[layer], self._values[layer]
         for pool, new in ((keys, k), (values, v)):
             new = pad_last(packed.unpadded(new), shape.head_dim).to(kinds)
-            pool.flatten(0, 1).index_copy_(0, packed.slots, finite(new))
+            pool.flatten(0, 1).index_copy_(0, packed.slots, finite_or_zero(new))
         if layer == len(self.layers) - 1:
             self.healthy = packed.unpadded(torch.isfinite(q.flatten(1).float().sum(-1)))
         rows, queries, columns = packed.shape
@@ -276,7 +276,7 @@ class DenseLayout:
         packed = accumulate((one.size for one in inputs), initial=0)
         starts = packed if self.packs else (one.row * queries for one in inputs)
         return [
-            start + np.array(logit_rows(seq, upto - one.fed, upto, upto == len(seq.tokens), len(one.nodes)), np.int64)
+            start + np.array(wanted_rows(seq, upto - one.fed, upto, upto == len(seq.tokens), len(one.nodes)), np.int64)
             for start, seq, upto, one in zip(starts, batch.seqs, batch.upto, inputs, strict=False)
         ]
 
@@ -352,7 +352,7 @@ class AlignedLayout(DenseLayout):
         """At the beginning of a step rows must end together."""
         feeds = [upto - self.cached(seq) for seq, upto in zip(batch.seqs, batch.upto, strict=True)]
         if any(feeds) and not (self._lazy and self._in_line(batch.seqs)):
-            self.align(batch.seqs, max(map(sum, zip(feeds, batch.room, strict=True))))
+            self.align(batch.seqs, max(map(sum, zip(feeds, batch.max_nodes, strict=True))))
 
     def _kept_free_rows(self, arrivals: int, rows: int, width: int) -> int:
         """How many free rows stay: those that no new sequence takes, if they are to stay and memory suffices."""

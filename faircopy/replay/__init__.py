@@ -1,7 +1,6 @@
-"""The captured steady state: what it is in `steady`, what its graphs see and do in the other files."""
+"""Captured steps: draft, verify and accept replayed as CUDA graphs, see `runner`."""
 
-from faircopy.replay.flight import Flight
-from faircopy.replay.space import Fills, Listens, Space
-from faircopy.replay.steady import Replay
+from faircopy.replay.in_flight import InFlightStep
+from faircopy.replay.runner import CapturedRunner
 
-__all__ = ["Fills", "Flight", "Listens", "Replay", "Space"]
+__all__ = ["CapturedRunner", "InFlightStep"]

@@ -1,131 +1,160 @@
-"""Steps as functions of no arguments: what depends on shapes is settled before, so that they can be captured."""
+"""Captured steps as functions without arguments: everything that depends on shapes is decided before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu.packing import Bale
-from faircopy.kernels.gpu.tree import Branches
+from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
-from faircopy.model.base import Taps
-from faircopy.model.runner import Runner
-from faircopy.replay.space import Fills, Listens, Space
+from faircopy.model.base import Model, Taps
 
-ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))  # packed
-Run = Callable[[], int]  # sends a step off; how many rows the target computes
+# Numbers of packed rows that graphs are made for.
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))
+
+
+class Step(Protocol):
+    """A step that can be started again and again."""
+
+    captured_rows: set[int]  # numbers of packed rows that graphs exist for; empty if rows are not packed
+
+    def start(self) -> int:
+        """Start it; returns how many rows the target computes."""
+
+    def warm(self) -> None:
+        """Capture now what would be captured when it is first needed."""
 
 
 class Steps:
     """Makes the steps of one target and drafter."""
 
-    def __init__(self, target: Runner, layout: PagedLayout, drafter: Fills) -> None:
-        self._target, self._layout, self._drafter = target, layout, drafter
+    def __init__(self, model: Model, layout: PagedLayout, drafter: CapturedDrafter) -> None:
+        self._model, self._layout, self._drafter = model, layout, drafter
 
-    def whole(self, space: Space) -> Callable[[], None]:
-        """One whole step as a function of no arguments."""
-        suite, feed, slots = space.suite, space.feed, space.slots
-        packed = space.verify_rows(self._layout)
-        fill = self._drafter.plan_fill(space) if space.k else lambda: None
+    def chains(self, graph: GraphState) -> Work:
+        """One whole step with a chain per batch slot."""
+        suite, inputs, batch = graph.suite, graph.inputs, graph.batch_slots
+        packed, fill = graph.verify_rows(self._layout), self._fill(graph)
 
         def run() -> None:
-            suite.prepare(slots, feed, space.page, space.trash)
+            suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
-            logits, states = self._listen(packed)
-            chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            suite.accept(slots, feed, chosen, space.out)
-            if isinstance(self._drafter, Listens):
-                self._drafter.keep(space, states)
+            logits, states = self._forward(packed)
+            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            suite.accept(batch, inputs, chosen, graph.out)
+            self._store(graph, states)
 
         return torch.no_grad()(run)
 
-    def tree(self, space: Space, trees: Branches, drafter: Listens) -> Callable[[], None]:
-        """The same with a tree per seat: grown, verified, judged, and its accepted path moved into line."""
-        suite, feed, slots = space.suite, space.feed, space.slots
-        rows = space.path_rows(self._layout, space.k + 1, trees.paths)
-        packed, fill = space.tree_rows(rows), self._drafter.plan_fill(space)
+    def trees(self, graph: GraphState, trees: TreeNodes) -> Work:
+        """One whole step with a tree per batch slot; the keys of its accepted path are moved into line."""
+        suite, inputs, batch = graph.suite, graph.inputs, graph.batch_slots
+        rows = graph.path_rows(self._layout, graph.k + 1, trees.paths)
+        packed, fill = graph.tree_rows(rows), self._fill(graph)
 
         def run() -> None:
-            suite.prepare(slots, feed, space.page, space.trash)
+            suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
-            suite.graft(slots, feed, trees)
-            rows.aim(trees.base)
-            logits, states = self._listen(packed)
-            chosen = suite.pick(logits, feed.heat.view(-1), feed.keys.view(-1), strict=True)
-            suite.climb(slots, feed, trees, chosen, space.out)
-            suite.compact(slots, trees, space.out, space.page)
-            drafter.keep(space, states)
+            suite.place_nodes(batch, inputs, trees)
+            rows.set_base(trees.base)
+            logits, states = self._forward(packed)
+            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            suite.accept_tree(batch, inputs, trees, chosen, graph.out)
+            suite.compact(batch, trees, graph.out, graph.page)
+            self._store(graph, states)
 
         return torch.no_grad()(run)
 
-    def draft(self, space: Space, bale: Bale) -> Callable[[], None]:
-        """The first half of a step: find nodes and pack them."""
-        suite, fill = space.suite, self._drafter.plan_fill(space)
+    def draft(self, graph: GraphState, packed_rows: PackedRows) -> Work:
+        """The first graph of a step in two: draft, and pack the rows of the nodes that were found."""
+        suite, fill = graph.suite, self._fill(graph)
 
         def run() -> None:
-            suite.prepare(space.slots, space.feed, space.page, space.trash)
+            suite.prepare(graph.batch_slots, graph.inputs, graph.page, graph.scratch)
             fill()
-            suite.pack(space.slots, space.feed, bale, space.trash)
+            suite.pack(graph.batch_slots, graph.inputs, packed_rows, graph.scratch)
 
         return torch.no_grad()(run)
 
-    def verify(self, space: Space, bale: Bale, rows: int) -> Callable[[], None]:
-        """The second half: so many packed rows through the target, and what is accepted."""
-        suite, packed = space.suite, space.first_rows(bale, self._layout, rows)
+    def verify(self, graph: GraphState, packed_rows: PackedRows, rows: int) -> Work:
+        """The second graph of a step in two: run `rows` packed rows through the target and accept."""
+        suite, packed = graph.suite, graph.first_rows(packed_rows, self._layout, rows)
 
         def run() -> None:
-            logits = self._target.model.forward(packed, self._layout)
-            chosen = suite.pick(logits, bale.heat[:rows], bale.keys[:rows], strict=True)
-            suite.accept(space.slots, space.feed, chosen, space.out, bale.starts)
+            logits = self._model.forward(packed, self._layout)
+            chosen = suite.pick(logits, packed_rows.temperatures[:rows], packed_rows.keys[:rows], strict=True)
+            suite.accept(graph.batch_slots, graph.inputs, chosen, graph.out, packed_rows.starts)
 
         return torch.no_grad()(run)
 
-    def _listen(self, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
-        """The target's pass, overheard by a drafter that wants to."""
-        if not isinstance(self._drafter, Listens):
-            return self._target.model.forward(packed, self._layout), {}
-        taps = Taps(self._drafter.wants)
-        return self._target.model.forward(packed, self._layout, taps), taps.states
+    def _fill(self, graph: GraphState) -> Work:
+        return self._drafter.plan_fill(graph) if graph.k else lambda: None
+
+    def _forward(self, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
+        """The target's pass, and the hidden states the drafter wants."""
+        reader = self._drafter.reads_hidden_states
+        if reader is None:
+            return self._model.forward(packed, self._layout), {}
+        taps = Taps(reader.wants)
+        return self._model.forward(packed, self._layout, taps), taps.states
+
+    def _store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
+        reader = self._drafter.reads_hidden_states
+        if reader is not None:
+            reader.store(graph, states)
 
 
-class Halves:
-    """A step whose rows are counted in the middle: draft and pack, read how many rows there are, verify those."""
+class OneGraphStep:
+    """A step in one graph, which always computes the same number of rows."""
 
-    def __init__(
-        self, draft: Callable[[], None], count: Callable[[], int], make: Callable[[int], Callable[[], None]], most: int
-    ) -> None:
+    def __init__(self, work: Work, rows: int) -> None:
+        self._work, self._rows = work, rows
+        self.captured_rows: set[int] = set()
+
+    def start(self) -> int:
+        self._work()
+        return self._rows
+
+    def warm(self) -> None:
+        """There is nothing else to capture."""
+
+
+class TwoGraphStep:
+    """A step in two graphs: draft and pack, read the number of rows, then verify that many."""
+
+    def __init__(self, draft: Work, count: Callable[[], int], make: Callable[[int], Work], most: int) -> None:
         self._draft, self._count, self._make = draft, count, make
         self._buckets = [rows for rows in ROWS if rows < most] + [most]
-        self._made: dict[int, Callable[[], None]] = {}  # second halves, by how many rows they verify
+        self._verify: dict[int, Work] = {}  # second graphs by their number of rows
+        self.captured_rows: set[int] = set()
 
-    def __call__(self) -> int:
+    def start(self) -> int:
         self._draft()
-        rows = roomy(self._count(), self._buckets, self._made)
-        if rows not in self._made:
-            self._made[rows] = self._make(rows)
-            self._draft()  # once more: the rehearsal has packed something else
-        self._made[rows]()
+        rows = bucket_for(self._count(), self._buckets, self._verify)
+        if rows not in self._verify:
+            self._add(rows)
+            self._draft()  # again: the trial run before capturing has packed other rows
+        self._verify[rows]()
         return rows
 
     def warm(self) -> None:
-        for rows in reversed(self._buckets):  # the largest first: the others find room in its memory
-            self._made[rows] = self._made.get(rows) or self._make(rows)
+        """Make all second graphs; the largest first, so that the others reuse its memory."""
+        for rows in reversed(self._buckets):
+            if rows not in self._verify:
+                self._add(rows)
+
+    def _add(self, rows: int) -> None:
+        self._verify[rows] = self._make(rows)
+        self.captured_rows.add(rows)
 
 
-def roomy(size: int, buckets: list[int], made: Iterable[int]) -> int:
-    """The bucket that size runs in: a captured graph with some to spare rather than a new one that fits."""
+def bucket_for(size: int, buckets: list[int], captured: Iterable[int]) -> int:
+    """The bucket that size runs in: a captured graph less than twice as large rather than a new one that fits."""
     fitting = next(bucket for bucket in buckets if bucket >= size)
-    return min((known for known in made if fitting <= known < 2 * fitting), default=fitting)
-
-
-def counted(run: Callable[[], None], rows: int) -> Run:
-    """A step that always has so many rows."""
-
-    def told() -> int:
-        run()
-        return rows
-
-    return told
+    return min((known for known in captured if fitting <= known < 2 * fitting), default=fitting)

@@ -46,11 +46,11 @@ class TableModel:
         return logits if self.poison is None else logits.masked_fill((ids == self.poison)[:, None], torch.nan)
 
 
-class SpyDrafter:
+class SpyDrafter(Drafter):
     """Passes everything on to another drafter and remembers it."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
+        self.inner, self.wants, self.expensive = inner, inner.wants, inner.expensive
         self.proposed: list[Draft] = []
         self.observed: list[Verdict] = []
         self.forgotten: list[Sequence] = []
@@ -69,7 +69,9 @@ class SpyDrafter:
 
 
 class ScriptedDrafter(NoDrafter):
-    """Knows how each text goes on and how many of its guesses are to be right: script(seq, room) -> (nodes, right).
+    """Knows how each text goes on and how many of its guesses should be right.
+
+    script(seq, max_nodes) -> (nodes, right nodes).
 
     With `wide` each right node gets a wrong elder sibling, so the draft is a tree.
     """
@@ -85,23 +87,23 @@ class ScriptedDrafter(NoDrafter):
 
     def propose(self, batch: Batch) -> Draft:
         trees = [
-            self._tree(seq, room) if batch.complete(i) else ([], [])
-            for i, (seq, room) in enumerate(zip(batch.seqs, batch.room, strict=True))
+            self._tree(seq, max_nodes) if batch.complete(i) else ([], [])
+            for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
         ]
         return Draft([tokens for tokens, _ in trees], [parents for _, parents in trees])
 
-    def _tree(self, seq: Sequence, room: int) -> tuple[list[int], list[int]]:
-        nodes, right = self._script(seq, room)
+    def _tree(self, seq: Sequence, max_nodes: int) -> tuple[list[int], list[int]]:
+        nodes, right = self._script(seq, max_nodes)
         future = self._truth.get(seq.prompt, [])[len(seq.tokens) - len(seq.prompt) :]
         tokens: list[int] = []
         parents: list[int] = []
         parent = -1
-        for depth in range(min(nodes, room)):
+        for depth in range(min(nodes, max_nodes)):
             true = future[depth] if depth < len(future) else 0
-            if self._wide and len(tokens) + 2 <= room:
+            if self._wide and len(tokens) + 2 <= max_nodes:
                 tokens.append((true + 2) % self._vocab)
                 parents.append(parent)
-            if len(tokens) < room:
+            if len(tokens) < max_nodes:
                 tokens.append(true if depth < right else (true + 1) % self._vocab)
                 parents.append(parent)
                 parent = len(tokens) - 1
@@ -238,8 +240,7 @@ def plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: in
     if params.min_p:
         probs = _plain_softmax(scores, allowed)
         allowed = {token for token in allowed if probs[token] >= params.min_p * max(probs.values())}
-    key = rng.key(seed, position)
-    noise = gumbel(torch.tensor(key - (1 << 64) if key >> 63 else key), torch.arange(len(scores)))
+    noise = gumbel(torch.tensor(rng.signed(rng.key(seed, position))), torch.arange(len(scores)))
     return max(sorted(allowed), key=lambda token: float(scores[token] + noise[token]))
 
 

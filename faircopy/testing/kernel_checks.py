@@ -12,6 +12,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
+from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
 from faircopy.testing import tree_checks
@@ -217,15 +218,15 @@ def _packed_bits(device: torch.device) -> float:
     scene["positions"] = (first + torch.arange(width, dtype=torch.int32, device=device)).flatten()
     scene["plan"] = attention.even_plan(3, width, tables, page, 384, 64)
     whole = [_attend(scene, device, splits) for splits in (1, 2)]
-    bale = packing.Bale.empty(3, width, device)
+    packed_rows = packing.PackedRows.empty(3, width, device)
     kept: list[int] = []
-    bale.rows.fill_(-1)
+    packed_rows.rows.fill_(-1)
     for seat, count in enumerate(counts):
-        bale.rows[seat, :count] = torch.arange(len(kept), len(kept) + count)
-        bale.ranges[seat, 1] = attention.END if count else 0
+        packed_rows.rows[seat, :count] = torch.arange(len(kept), len(kept) + count)
+        packed_rows.ranges[seat, 1] = attention.END if count else 0
         kept += range(seat * width, seat * width + count)
     scene["q"], scene["positions"] = scene["q"][kept].contiguous(), scene["positions"][kept].contiguous()
-    scene["plan"] = bale.plan(tables, page, 384, 64)
+    scene["plan"] = packed_rows.plan(tables, page, 384, 64)
     packed = [_attend(scene, device, splits) for splits in (1, 2)]
     return float(sum(not torch.equal(a[kept], b) for a in whole for b in packed))
 
@@ -275,11 +276,11 @@ def _pick(device: torch.device) -> float:
     logits[1, 4097] = logits[1, 8000] = 50.0
     logits[4, 5000] = torch.nan
     logits[5, 17] = -torch.inf
-    heat = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
-    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(6)], device=device)
+    temperatures = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
+    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(6)], device=device)
     wrong = 0
     for strict in (False, True):
-        ours, twin = (f(logits, heat, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))
+        ours, twin = (f(logits, temperatures, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))
         wrong += int((ours != twin).sum())
     return float(wrong)
 
@@ -287,18 +288,21 @@ def _pick(device: torch.device) -> float:
 def _step(device: torch.device) -> float:
     """Prepare, look up and accept, twice in a row, as the twins do."""
     pairs = [_slots(device) for _ in range(2)]
-    feeds = [step.Feed.empty(4, 4, device) for _ in range(2)]
-    outs = [torch.zeros(4, 10, dtype=torch.int32, device=device) for _ in range(2)]
+    all_inputs = [step.StepInputs.empty(4, 4, device) for _ in range(2)]
+    outs = [torch.zeros(4, ReportColumns(4, tree=False).total, dtype=torch.int32, device=device) for _ in range(2)]
     wrong = 0
     for turn in range(2):
         said = [[1, 2, 3, 4], [5, 5, 5, 5], [7, -1, 7, 7], [1, 2, 1, 2]]
         chosen = torch.tensor(said, dtype=torch.int32, device=device)
-        for (prepare, lookup, accept), slots, feed, out in zip(_STEPS, pairs, feeds, outs, strict=True):
-            prepare(slots, feed, 4, 999)
-            lookup(slots, feed, 1, 3)
-            accept(slots, feed, chosen.flatten(), out)
-            slots.control[:, step.FRESH] = 0
-        same = [torch.equal(getattr(feeds[0], n), getattr(feeds[1], n)) for n in step.Feed.__dataclass_fields__]
+        for (prepare, lookup, accept), slots, inputs, out in zip(_STEPS, pairs, all_inputs, outs, strict=True):
+            prepare(slots, inputs, 4, 999)
+            lookup(slots, inputs, 1, 3)
+            accept(slots, inputs, chosen.flatten(), out)
+            slots.control[:, Control.FRESH] = 0
+        same = [
+            torch.equal(getattr(all_inputs[0], n), getattr(all_inputs[1], n))
+            for n in step.StepInputs.__dataclass_fields__
+        ]
         same += [torch.equal(outs[0], outs[1]), torch.equal(pairs[0].history, pairs[1].history)]
         wrong += same.count(False) * (turn + 1)
     return float(wrong)
@@ -315,50 +319,53 @@ def _packing(device: torch.device) -> float:
     wrong = 0
     for seed in range(3):
         crowds = [_crowd(device, seed) for _ in range(2)]
-        bales = [packing.Bale.empty(7, 5, device) for _ in range(2)]
-        outs = [torch.zeros(7, 12, dtype=torch.int32, device=device) for _ in range(2)]
+        packings = [packing.PackedRows.empty(7, 5, device) for _ in range(2)]
+        outs = [torch.zeros(7, ReportColumns(5, tree=False).total, dtype=torch.int32, device=device) for _ in range(2)]
         chosen = torch.randint(-1, 2, (35,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-        for (pack, accept), (slots, feed), bale, out in zip(_PACKERS, crowds, bales, outs, strict=True):
-            pack(slots, feed, bale, 999)
-            accept(slots, feed, chosen.to(device), out, bale.starts)
-        same = [torch.equal(getattr(bales[0], n), getattr(bales[1], n)) for n in packing.Bale.__dataclass_fields__]
+        for (pack, accept), (slots, inputs), packed_rows, out in zip(_PACKERS, crowds, packings, outs, strict=True):
+            pack(slots, inputs, packed_rows, 999)
+            accept(slots, inputs, chosen.to(device), out, packed_rows.starts)
+        same = [
+            torch.equal(getattr(packings[0], n), getattr(packings[1], n))
+            for n in packing.PackedRows.__dataclass_fields__
+        ]
         same += [torch.equal(getattr(crowds[0][0], n), getattr(crowds[1][0], n)) for n in ("lengths", "history")]
         wrong += [*same, torch.equal(outs[0], outs[1])].count(False)
-        wrong += not 0 < int(bales[0].starts[-1]) < 35
+        wrong += not 0 < int(packings[0].starts[-1]) < 35
     return float(wrong)
 
 
 _PACKERS = ((packing.pack, step.accept), (packing.pack_twin, step.accept_twin))
 
 
-def _crowd(device: torch.device, seed: int) -> tuple[step.Slots, step.Feed]:
+def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepInputs]:
     """Seven seats in the middle of a step: the fourth is empty, the last has written all it may."""
     chance = torch.Generator().manual_seed(seed)
-    control = torch.zeros(7, step.PAGES + 8, dtype=torch.int32)
+    control = torch.zeros(7, Control.PAGES + 8, dtype=torch.int32)
     lengths = torch.randint(1, 20, (7,), generator=chance, dtype=torch.int32)
-    control[:, step.LIMIT] = lengths + torch.randint(1, 9, (7,), generator=chance)
-    control[:, step.WIDTH] = torch.randint(0, 5, (7,), generator=chance)
-    control[3, : step.PAGES], lengths[3] = torch.tensor([1, 1, 1, 0, 0, 0, 0]), 1
-    control[6, step.LIMIT] = lengths[6]
+    control[:, Control.LIMIT] = lengths + torch.randint(1, 9, (7,), generator=chance)
+    control[:, Control.MAX_NODES] = torch.randint(0, 5, (7,), generator=chance)
+    control[3, : Control.PAGES], lengths[3] = torch.tensor(EMPTY_SLOT), 1
+    control[6, Control.LIMIT] = lengths[6]
     history = torch.randint(0, 2, (7, 40), generator=chance, dtype=torch.int32)
-    feed = step.Feed.empty(7, 5, device)
+    inputs = step.StepInputs.empty(7, 5, device)
     nodes = torch.randint(0, 2, (7, 5), generator=chance)
     nodes[torch.arange(5) > torch.randint(0, 5, (7, 1), generator=chance)] = -1
-    for table in (feed.positions, feed.slots, feed.keys, feed.heat):
+    for table in (inputs.positions, inputs.slots, inputs.keys, inputs.temperatures):
         table.copy_(torch.randint(0, 99, (7, 5), generator=chance))
-    feed.ids.copy_(nodes)
-    return step.Slots(control.to(device), lengths.to(device), history.to(device)), feed
+    inputs.ids.copy_(nodes)
+    return step.BatchSlots(control.to(device), lengths.to(device), history.to(device)), inputs
 
 
-def _slots(device: torch.device) -> step.Slots:
-    control = torch.zeros(4, step.PAGES + 8, dtype=torch.int32)
-    control[:, step.FRESH] = 1
-    control[:, step.LENGTH] = torch.tensor([1, 9, 12, 14])
-    control[:, step.LIMIT] = torch.tensor([30, 11, 30, 30])
-    control[:, step.WIDTH] = torch.tensor([3, 3, 2, 3])
-    control[:, step.HEAT] = torch.tensor([0.0, 0.5, 0.0, 1.0]).view(torch.int32)
-    control[:, step.SEED_LOW :] = torch.randint(1, 99, (4, 10), generator=torch.Generator().manual_seed(5))
+def _slots(device: torch.device) -> step.BatchSlots:
+    control = torch.zeros(4, Control.PAGES + 8, dtype=torch.int32)
+    control[:, Control.FRESH] = 1
+    control[:, Control.LENGTH] = torch.tensor([1, 9, 12, 14])
+    control[:, Control.LIMIT] = torch.tensor([30, 11, 30, 30])
+    control[:, Control.MAX_NODES] = torch.tensor([3, 3, 2, 3])
+    control[:, Control.TEMPERATURE] = torch.tensor([0.0, 0.5, 0.0, 1.0]).view(torch.int32)
+    control[:, Control.SEED_LOW :] = torch.randint(1, 99, (4, 10), generator=torch.Generator().manual_seed(5))
     history = torch.randint(0, 3, (4, 40), generator=torch.Generator().manual_seed(6), dtype=torch.int32)
     history[1, :9] = 5
     history[3, :14] = torch.tensor([1, 2] * 7)
-    return step.Slots(control.to(device), torch.zeros(4, dtype=torch.int32, device=device), history.to(device))
+    return step.BatchSlots(control.to(device), torch.zeros(4, dtype=torch.int32, device=device), history.to(device))

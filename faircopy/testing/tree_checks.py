@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, pick, step, tree
-from faircopy.kernels.gpu.step import Feed, Slots
-from faircopy.kernels.gpu.tree import Branches
+from faircopy.kernels.gpu import attention, pick, tree
+from faircopy.kernels.gpu.records import Control, ReportColumns
+from faircopy.kernels.gpu.step import BatchSlots, StepInputs
+from faircopy.kernels.gpu.tree import TreeNodes
 
 SEATS, WIDTH, PAGE, DEEP = 5, 8, 4, 4
 PARENTS = [[-1, 0, 0, 1, 3, 4, 2, 0], [-1, 0, 1, 2, 3, 0, 0, 5], [-1, 0, 0, 0, 0, 0, 0, 0]]
@@ -24,12 +25,12 @@ def offers(device: torch.device) -> float:
     logits[1, 4097] = logits[1, 8000] = 50.0
     logits[4, 5000], logits[5] = torch.nan, -torch.inf
     logits[5, 17] = 1.0
-    heat = torch.tensor([0.0, 0.0, 0.8], device=device)
-    keys = torch.tensor([step.as_signed(rng.key(7, n)) for n in range(3)], device=device)
+    temperatures = torch.tensor([0.0, 0.0, 0.8], device=device)
+    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(3)], device=device)
     worst = 0.0
     for many in (1, 10):
         (ids, scores), (twin_ids, twin_scores) = (
-            f(logits, heat, keys, many, 8990) for f in (pick.offer, pick.offer_twin)
+            f(logits, temperatures, keys, many, 8990) for f in (pick.offer, pick.offer_twin)
         )
         there = twin_scores > -torch.inf
         worst += float((ids != twin_ids)[there].sum() + (there != (scores > -torch.inf)).sum())
@@ -38,41 +39,50 @@ def offers(device: torch.device) -> float:
 
 
 def trees(device: torch.device) -> float:
-    """Graft, climb and compact, as the twins do; some seats end, one is empty, one breaks in the middle."""
+    """Graft, accept_tree and compact, as the twins do; some seats end, one is empty, one breaks in the middle."""
     worlds = [_world(device) for _ in range(2)]
-    for (graft, climb, compact), (slots, feed, branches, out, chosen) in zip(_STEPS, worlds, strict=True):
-        graft(slots, feed, branches)
-        climb(slots, feed, branches, chosen.flatten(), out)
-        compact(slots, branches, out, PAGE)
+    for (place_nodes, accept_tree, compact), (slots, inputs, trees, out, chosen) in zip(_STEPS, worlds, strict=True):
+        place_nodes(slots, inputs, trees)
+        accept_tree(slots, inputs, trees, chosen.flatten(), out)
+        compact(slots, trees, out, PAGE)
     return float(sum(not torch.equal(a, b) for a, b in zip(*map(_state, worlds), strict=True)))
 
 
-_STEPS: Any = ((tree.graft, tree.climb, tree.compact), (tree.graft_twin, tree.climb_twin, tree.compact_twin))
+_STEPS: Any = (
+    (tree.place_nodes, tree.accept_tree, tree.compact),
+    (tree.place_nodes_twin, tree.accept_tree_twin, tree.compact_twin),
+)
 
 
-def _world(device: torch.device) -> tuple[Slots, Feed, Branches, Tensor, Tensor]:
-    control = torch.zeros(SEATS, step.PAGES + 8, dtype=torch.int32)
-    control[:, step.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
-    control[:, step.WIDTH] = torch.tensor([7, 7, 7, 2, 0])
-    control[:, step.SEED_LOW : step.PAGES] = torch.arange(10).view(5, 2) - 4
-    control[:, step.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
+def _world(device: torch.device) -> tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]:
+    control = torch.zeros(SEATS, Control.PAGES + 8, dtype=torch.int32)
+    control[:, Control.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
+    control[:, Control.MAX_NODES] = torch.tensor([7, 7, 7, 2, 0])
+    control[:, Control.SEED_LOW : Control.PAGES] = torch.arange(10).view(5, 2) - 4
+    control[:, Control.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
     lengths = torch.tensor([9, 11, 16, 4, 1], dtype=torch.int32)
     history = torch.zeros(SEATS, 40, dtype=torch.int32)
-    slots = Slots(control.to(device), lengths.to(device), history.to(device))
+    slots = BatchSlots(control.to(device), lengths.to(device), history.to(device))
     shapes = [(160, 2, 8), (160, 1, 8), (160, 2, 24)]
     pools = [torch.arange(float(torch.Size(s).numel()), device=device).view(s) + n for n, s in enumerate(shapes)]
-    feed, branches = Feed.empty(SEATS, WIDTH, device), Branches.over(pools, SEATS, WIDTH, DEEP)
+    inputs, trees = StepInputs.empty(SEATS, WIDTH, device), TreeNodes.over(pools, SEATS, WIDTH, DEEP)
     order = [0, 1, 2, 0, 1]
-    feed.ids.copy_(torch.tensor([GUESSES[n] for n in order]))
-    branches.parents.copy_(torch.tensor([PARENTS[n] for n in order]))
+    inputs.ids.copy_(torch.tensor([GUESSES[n] for n in order]))
+    trees.parents.copy_(torch.tensor([PARENTS[n] for n in order]))
     chosen = torch.tensor([CHOSEN[n] for n in order], dtype=torch.int32, device=device)
-    return slots, feed, branches, torch.zeros(SEATS, 4 * WIDTH + 1, dtype=torch.int32, device=device), chosen
+    return (
+        slots,
+        inputs,
+        trees,
+        torch.zeros(SEATS, ReportColumns(WIDTH, tree=True).total, dtype=torch.int32, device=device),
+        chosen,
+    )
 
 
-def _state(world: tuple[Slots, Feed, Branches, Tensor, Tensor]) -> list[Tensor]:
-    slots, feed, branches, out, _ = world
-    tables = [slots.lengths, slots.history, feed.positions, feed.keys, branches.base, branches.paths, branches.taken]
-    return [*tables, out, *branches.pools]
+def _state(world: tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]) -> list[Tensor]:
+    slots, inputs, trees, out, _ = world
+    tables = [slots.lengths, slots.history, inputs.positions, inputs.keys, trees.base, trees.paths, trees.taken]
+    return [*tables, out, *trees.pools]
 
 
 def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
@@ -89,7 +99,7 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     for row, route in enumerate(routes):
         paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
     plan = attention.tree_plan(paths, tables, page, 12 * page, group, dim)
-    attention.aim(plan, torch.tensor(lengths, dtype=torch.int32, device=device), attention.block_length(dim))
+    attention.set_base(plan, torch.tensor(lengths, dtype=torch.int32, device=device), attention.block_length(dim))
     where = [n - 1 + len(route) for n in lengths for route in routes]
     out = _attend(q, pools, torch.tensor(where, dtype=torch.int32, device=device), plan, device)
     wrong = 0

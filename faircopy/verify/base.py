@@ -9,7 +9,7 @@ from torch import Tensor
 
 from faircopy.errors import NumericsError
 from faircopy.model.runner import Result
-from faircopy.sampling import Row, logprobs
+from faircopy.sampling import SamplingRow, logprobs
 from faircopy.types import Batch, Decision, Draft, Logprobs, Sequence, Verdict
 
 
@@ -19,19 +19,11 @@ class Verifier(Protocol):
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict: ...
 
 
-def node_rows(batch: Batch, draft: Draft, i: int) -> list[Row]:
+def node_rows(batch: Batch, draft: Draft, i: int) -> list[SamplingRow]:
     """Where tokens of sequence i are chosen: after its last token, and after each node."""
     seq, tokens = batch.seqs[i], draft.tokens[i]
     paths = [[tokens[n] for n in draft.path(i, node)] for node in range(len(tokens))]
-    return [Row(seq), *(Row(seq, path) for path in paths)]
-
-
-def children(draft: Draft, i: int) -> list[list[int]]:
-    """The nodes below the last token (first), and below each node."""
-    below: list[list[int]] = [[] for _ in range(len(draft.tokens[i]) + 1)]
-    for node, parent in enumerate(draft.parents[i]):
-        below[parent + 1].append(node)
-    return below
+    return [SamplingRow(seq), *(SamplingRow(seq, path) for path in paths)]
 
 
 def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:
@@ -69,7 +61,7 @@ def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list
 
 
 def broken_rows(result: Result) -> list[bool]:
-    """Which rows of logits are not finite; one that no sequence comes to rely on harms nobody."""
+    """Which rows of logits are not finite; a row that no accepted path reaches changes nothing."""
     rows = result.logits.shape[0]
     if rows == 0 or bool(torch.isfinite(result.logits.sum())):
         return [False] * rows

@@ -5,13 +5,13 @@ With temperature the choice uses noise keyed by (seed, position), so sampled tex
 
 from __future__ import annotations
 
+from faircopy.acceptance import accept_path
 from faircopy.model.runner import Result
-from faircopy.sampling import Row, choose
+from faircopy.sampling import SamplingRow, choose
 from faircopy.types import Batch, Decision, Draft, Verdict
 from faircopy.verify.base import (
     broken_feeds,
     broken_rows,
-    children,
     decision,
     node_rows,
     numerics_error,
@@ -20,7 +20,7 @@ from faircopy.verify.base import (
 
 
 class ExactVerifier:
-    """Chains and trees are one walk: follow the node that says what the target says, while there is one."""
+    """Chains and trees are one walk: step to the child whose token the target chose, while there is one."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
         broken, feeds = broken_rows(result), broken_feeds(result)
@@ -36,7 +36,7 @@ class ExactVerifier:
 
     def _choices(self, batch: Batch, draft: Draft, result: Result) -> list[list[int]]:
         """The target's token after each sequence's last token and after each of its nodes, in one call."""
-        rows: list[Row] = []
+        rows: list[SamplingRow] = []
         places: list[int] = []
         spans = []
         for i, span in enumerate(result.packed.rows):
@@ -56,25 +56,5 @@ class ExactVerifier:
         if not choices:
             return Decision(prompt_logprobs=prompt)
         bad = broken[stop - len(choices) : stop]
-        nodes, tokens = walk(draft.tokens[i], children(draft, i), choices, bad)
+        nodes, tokens = accept_path(draft.tokens[i], draft.parents[i], choices, bad)
         return decision(seq, result.of(i)[-len(choices) :], nodes, tokens, prompt)
-
-
-def walk(
-    tokens: list[int], below: list[list[int]], choices: list[int], broken: list[bool]
-) -> tuple[list[int], list[int]]:
-    """Accepted nodes and the target's tokens: step to the child that says what the target chose, while there is one.
-
-    There is one token more than nodes, unless the walk ends at a broken row.
-    """
-    nodes: list[int] = []
-    said: list[int] = []
-    here = 0
-    while not broken[here]:
-        said.append(choices[here])
-        right = next((node for node in below[here] if tokens[node] == choices[here]), None)
-        if right is None:
-            break
-        nodes.append(right)
-        here = right + 1
-    return nodes, said

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faircopy import rng
+from faircopy.acceptance import children
 from faircopy.model.runner import Result
 from faircopy.sampling import probabilities
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
 from faircopy.verify.base import (
     broken_feeds,
     broken_rows,
-    children,
     decision,
     node_rows,
     numerics_error,
@@ -112,7 +112,7 @@ class RejectionVerifier:
         target = [None if b else row for row, b in zip(table, bad, strict=True)]
         sources = _sources(draft, i)
         nodes, tokens = walk(
-            draft.tokens[i], children(draft, i), target, sources.__getitem__, _coin(seq, draft, i), _draw(seq)
+            draft.tokens[i], children(draft.parents[i]), target, sources.__getitem__, _coin(seq, draft, i), _draw(seq)
         )
         return decision(seq, logits, nodes, tokens, prompt)
 

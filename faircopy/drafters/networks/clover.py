@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import Block, Norm, Rope
 from faircopy.drafters.networks.medusa import Residual
-from faircopy.drafters.trees import Spent, Tree
+from faircopy.drafters.trees import NodeBudgetTree, Tree
 
 
 class AttentionDecoder(nn.Module):
@@ -83,9 +83,9 @@ class Clover(Head):
         rows = self.token_weights.rows[tokens].to(self.dtype)
         return F.rms_norm(rows, (rows.shape[-1],), None, self.config.shape.eps)
 
-    def tree(self, room: int) -> Tree:
+    def tree(self, max_nodes: int) -> Tree:
         """The authors' rule: top-p of 0.8, nothing below a quarter of the best."""
-        return Spent(room)
+        return NodeBudgetTree(max_nodes)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         if self.augment:

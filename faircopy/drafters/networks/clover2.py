@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import Block, Norm, Rope
 from faircopy.drafters.networks.clover import AttentionDecoder, copy_matching
-from faircopy.drafters.trees import Spent, Tree
+from faircopy.drafters.trees import NodeBudgetTree, Tree
 
 
 class CosineDecoder(AttentionDecoder):
@@ -69,8 +69,8 @@ class Clover2(Head):
             out = self.head_norm(self.project_later(torch.cat([memory, token], -1)))
         return Guess(self.speak(out), memory, out)
 
-    def tree(self, room: int) -> Tree:
-        return Spent(room, top_p=0.95)
+    def tree(self, max_nodes: int) -> Tree:
+        return NodeBudgetTree(max_nodes, top_p=0.95)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         for block in self.blocks:

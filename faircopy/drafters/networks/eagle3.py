@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
 from faircopy.drafters.networks.clover import copy_matching
-from faircopy.drafters.trees import Reranked, Tree
+from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
 
-DEPTH = 6  # of the tree that the room is spread over
+DEPTH = 6  # levels that the node budget is spread over
 NOISE = 0.2  # width of EAGLE-1's uniform noise
 
 
@@ -64,7 +64,7 @@ class Eagle3(Head):
         self.rope, self.layer = Rope(shape), FusedLayer(config)
         if self.own:
             count = options.get("draft_vocab") or options.get("words") or config.vocab  # words: its name in old folders
-            self.fuse = nn.Linear(self.width, shape.hidden, bias=False)
+            self.fuse = nn.Linear(self.input_size, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
 
@@ -86,8 +86,8 @@ class Eagle3(Head):
             state = text.run(state[:, :count], level)
             yield self._guess(state)
 
-    def tree(self, room: int) -> Tree:
-        return Reranked(room, DEPTH)
+    def tree(self, max_nodes: int) -> Tree:
+        return RerankedTree(max_nodes, DEPTH)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         """The authors start from random weights; the output layer from the target's rows, which costs nothing."""

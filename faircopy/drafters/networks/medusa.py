@@ -3,7 +3,8 @@
 As in the authors' code each head is a residual block that starts as the identity and an output layer that starts as the
 target's; the loss is cross entropy with the text, a level weighing 0.8 of the one before. The tree is built from how
 often each rank of each head was right where the heads before it were (`accuracy` in the configuration), best nodes
-first, so any room is used well. The paper multiplies unconditional accuracies, which makes small trees too broad.
+first, so any number of nodes is used well. The paper multiplies unconditional accuracies, which makes small trees too
+broad.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
-from faircopy.drafters.trees import OFFERED, Static, Tree, best_shape
+from faircopy.drafters.trees import OFFERED, StaticTree, Tree, best_shape
 from faircopy.model.base import FINAL
 
 LARGEST = 63  # nodes: the paper's tree
@@ -55,8 +56,8 @@ class Medusa(Head):
         logits = self._outputs()[level](out) / self.token_weights.divisor if self.own else self.speak(out)
         return Guess(logits, memory, out)
 
-    def tree(self, room: int) -> Tree:
-        return Static(self._shape, room)
+    def tree(self, max_nodes: int) -> Tree:
+        return StaticTree(self._shape, max_nodes)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         if self.own:

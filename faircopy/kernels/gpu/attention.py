@@ -117,7 +117,7 @@ def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int
     return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
 
 
-def aim(plan: PagePlan, base: Tensor, step: int) -> None:
+def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
     """Let a tree's plan know that nodes begin at base [B]; blocks of `step` keys before that are shared."""
     assert plan.tails is not None and plan.tails.bases is not None, "only trees are aimed"
     block, size = (base // step)[:, None], base.shape[0]
@@ -213,7 +213,7 @@ def _attend(
     PRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, key head, split). Without SPLIT: all blocks, merged as they come. With it: every splits-th
-    block goes to `parts`, and whoever comes last merges them. LEAVES: tiles that end early leave their state in
+    block goes to `parts`, and the program that arrives last merges them. LEAVES: tiles that end early leave their state in
     `left` and `sums`; a TAIL goes on from there."""
     GROUP: tl.constexpr = HEADS // KV
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -48,7 +48,7 @@ def _scan(
     logits, temperatures, keys, values, tokens, V, stride, apart, chunks,
     STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of one chunk of one row; a chunk that is not finite says so."""
+    """The best of one chunk of one row; -1 for a chunk that is not finite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     begin(PDL)
@@ -88,7 +88,7 @@ def pick(
 ) -> Tensor:
     """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN where not finite.
 
-    vocab: only the first so many tokens count. Minus infinity is a way to exclude a token, unless `strict`.
+    vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
     temperatures, keys and out may be columns of tables, of one width.
     """
     rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
@@ -161,7 +161,7 @@ def _offer(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     begin(PDL)
-    hot = tl.load(temperatures + row // per * apart) > 0.0
+    sampled = tl.load(temperatures + row // per * apart) > 0.0
     value = tl.load(values + row * chunks * MANY + at, mask=at < chunks * MANY, other=float("-inf"))
     token = tl.load(tokens + row * chunks * MANY + at, mask=at < chunks * MANY, other=2147483647)
     top = tl.load(stats + (row * chunks + at) * 2, mask=at < chunks, other=float("-inf"))
@@ -172,7 +172,7 @@ def _offer(
         best = tl.max(value, 0)
         winner = tl.min(tl.where(value == best, token, 2147483647), 0)
         known = best != float("-inf")
-        score = tl.where(hot, tl.where(known & (rank == 0), 0.0, float("-inf")), best - norm)
+        score = tl.where(sampled, tl.where(known & (rank == 0), 0.0, float("-inf")), best - norm)
         tl.store(scores + row * MANY + rank, tl.where(known, score, float("-inf")))
         tl.store(ids + row * MANY + rank, winner.to(tl.int64))
         value = tl.where(token == winner, float("-inf"), value)
@@ -216,10 +216,10 @@ def offer_twin(
     scores, ids = torch.sort(torch.log_softmax(x, -1), dim=-1, descending=True, stable=True)
     spare = max(0, many - x.shape[1])
     scores, ids = F.pad(scores[:, :many], (0, spare), value=-torch.inf), F.pad(ids[:, :many], (0, spare))
-    hot = (temperatures > 0).repeat_interleave(per)
-    if bool(hot.any()):
-        heat, noise = temperatures.repeat_interleave(per)[hot, None], keys.repeat_interleave(per)[hot, None]
-        drawn = (x[hot] / heat + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])).argmax(-1)
-        scores[hot], ids[hot, 0] = -torch.inf, drawn
-        scores[hot, 0] = torch.where(torch.isfinite(x[hot]).any(-1), 0.0, -torch.inf)
+    sampled = (temperatures > 0).repeat_interleave(per)
+    if bool(sampled.any()):
+        drawn_at, noise = temperatures.repeat_interleave(per)[sampled, None], keys.repeat_interleave(per)[sampled, None]
+        drawn = (x[sampled] / drawn_at + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])).argmax(-1)
+        scores[sampled], ids[sampled, 0] = -torch.inf, drawn
+        scores[sampled, 0] = torch.where(torch.isfinite(x[sampled]).any(-1), 0.0, -torch.inf)
     return ids, torch.where(scores == scores, scores, -torch.inf)

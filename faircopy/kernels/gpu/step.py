@@ -1,7 +1,8 @@
-"""What happens between passes, on the device: where the next tokens go, what a lookup proposes, what is accepted.
+"""What happens between passes, on the device: where the next tokens go, what an n-gram lookup proposes, which nodes of
+a chain are accepted.
 
-A batch in the air is a table of slots. The host says who sits where and how far each may go; lengths and histories are
-the device's own, so that a step can follow the one before without anybody looking.
+A batch of captured steps is a table of batch slots. The host writes which sequence is in which batch slot and how long
+it may become; lengths and histories live on the device, so a step can follow the one before without the host.
 """
 
 from __future__ import annotations
@@ -15,39 +16,54 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.acceptance import accept_path, nodes_that_fit
 from faircopy.kernels.gpu.launch import begin, options, power
 from faircopy.kernels.gpu.pick import mix
-
-# Columns of the control table; the page table follows.
-FRESH, LENGTH, LIMIT, WIDTH, HEAT, SEED_LOW, SEED_HIGH, PAGES = range(8)
+from faircopy.kernels.gpu.records import (
+    FINITE,
+    FRESH,
+    LENGTH,
+    LIMIT,
+    MAX_NODES,
+    NUM_TOKENS,
+    PAGES,
+    REPORT_MAX_NODES,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOKENS,
+    Control,
+    ReportColumns,
+    seed_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """The state of a batch in the air, one row per slot."""
+class BatchSlots:
+    """The state of a batch of captured steps, one row per batch slot."""
 
-    control: Tensor  # [B, PAGES + pages] int32, written by the host
+    control: Tensor  # [B, Control.PAGES + pages] int32, written by the host
     lengths: Tensor  # [B] int32
     history: Tensor  # [B, context + spare] int32
 
-    def part(self, size: int) -> Slots:
-        return Slots(self.control[:size], self.lengths[:size], self.history[:size])
+    def part(self, size: int) -> BatchSlots:
+        return BatchSlots(self.control[:size], self.lengths[:size], self.history[:size])
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """What a step's passes read: rows of W = k + 1 columns, the last token and its nodes."""
+class StepInputs:
+    """What a step's passes read: W = k + 1 rows per batch slot, the last token and its nodes."""
 
     ids: Tensor  # [B, W] int32; the drafter fills the nodes
     positions: Tensor  # [B, W] int32
-    slots: Tensor  # [B, W] int64
-    keys: Tensor  # [B, W] int64, for the token after each place
-    heat: Tensor  # [B, W] float32: temperatures
-    before: Tensor  # [3, B, 2] int64: ids, positions, slots of the last two tokens, for a draft model to catch up
-    columns: Tensor  # [2, W, B] int64: positions and slots once more, column by column
+    slots: Tensor  # [B, W] int64: KV slots
+    keys: Tensor  # [B, W] int64: the random key of the token after each row
+    temperatures: Tensor  # [B, W] float32
+    before: Tensor  # [3, B, 2] int64: ids, positions, KV slots of the last two tokens, for a draft model to catch up
+    columns: Tensor  # [2, W, B] int64: positions and KV slots once more, column by column
 
     @classmethod
-    def empty(cls, size: int, width: int, device: torch.device) -> Feed:
+    def empty(cls, size: int, width: int, device: torch.device) -> StepInputs:
         def table(kind: torch.dtype) -> Tensor:
             return torch.zeros(size, width, dtype=kind, device=device)
 
@@ -58,46 +74,61 @@ class Feed:
 
 
 @triton.jit
-def _slot(table, position, limit, inside, trash, PAGE: tl.constexpr):
-    """Where a position's keys lie; beyond the limit, or before the beginning, in the trash."""
+def _slot(table, position, limit, inside, scratch, PAGE: tl.constexpr):
+    """The KV slot of a position; at or beyond the limit, or below 0, the scratch slot."""
     real = inside & (position >= 0) & (position < limit)
     page = tl.load(table + position // PAGE, mask=real, other=0).to(tl.int64)
-    return tl.where(real, page * PAGE + position % PAGE, trash)
+    return tl.where(real, page * PAGE + position % PAGE, scratch)
+
+
+@triton.jit
+def load_seed(line):
+    """The seed in a control row, as 64 bits."""
+    low, high = (
+        tl.load(line + SEED_LOW).to(tl.uint32, bitcast=True),
+        tl.load(line + SEED_HIGH).to(tl.uint32, bitcast=True),
+    )
+    return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+
+
+@triton.jit
+def fitting_nodes(max_nodes, n, limit):
+    """As acceptance.nodes_that_fit."""
+    return tl.maximum(tl.minimum(max_nodes, limit - n - 1), 0)
 
 
 @triton.jit(do_not_specialize=["size"])
 def _prepare(
-    control, lengths, history, ids, positions, slots, keys, heat, before, lanes, columns, reach, trash, size,
+    control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, stride, reach, scratch, size,
     W: tl.constexpr, WP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
-    n = tl.where(tl.load(line) != 0, tl.load(line + 1), tl.load(lengths + b))
+    line = control + b * stride
+    n = tl.where(tl.load(line + FRESH) != 0, tl.load(line + LENGTH), tl.load(lengths + b))
     tl.store(lengths + b, n)
-    limit = tl.load(line + 2)
-    heated = tl.load(line + 4).to(tl.float32, bitcast=True)
-    low, high = tl.load(line + 5).to(tl.uint32, bitcast=True), tl.load(line + 6).to(tl.uint32, bitcast=True)
-    seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    limit = tl.load(line + LIMIT)
+    temperature = tl.load(line + TEMPERATURE).to(tl.float32, bitcast=True)
+    seed = load_seed(line)
     at = tl.arange(0, WP)
     inside = at < W
     position = n - 1 + at
-    seen = tl.minimum(position, limit - 1)  # nodes beyond count for nothing, and have no pages to look into
+    seen = tl.minimum(position, limit - 1)  # nodes beyond the limit are never accepted, and have no pages
     tl.store(positions + b * W + at, seen, mask=inside)
-    slot = _slot(line + 7, position, limit, inside, trash, PAGE)
+    slot = _slot(line + PAGES, position, limit, inside, scratch, PAGE)
     tl.store(slots + b * W + at, slot, mask=inside)
     tl.store(lanes + at * size + b, seen.to(tl.int64), mask=inside)
     tl.store(lanes + (W + at) * size + b, slot, mask=inside)
     noise = mix(mix(mix(seed ^ (position + 1).to(tl.uint64))))
     tl.store(keys + b * W + at, noise.to(tl.int64, bitcast=True), mask=inside)
-    tl.store(heat + b * W + at, tl.full((WP,), 0.0, tl.float32) + heated, mask=inside)
+    tl.store(temperatures + b * W + at, tl.full((WP,), 0.0, tl.float32) + temperature, mask=inside)
     tl.store(ids + b * W, tl.load(history + b * reach + n - 1))
     pair = tl.arange(0, 2)
     back = n - 2 + pair
     where = before + b * 2 + pair
     tl.store(where, tl.load(history + b * reach + tl.maximum(back, 0)).to(tl.int64))
     tl.store(where + size * 2, tl.maximum(back, 0).to(tl.int64))
-    tl.store(where + size * 4, _slot(line + 7, back, limit, back >= 0, trash, PAGE))
+    tl.store(where + size * 4, _slot(line + PAGES, back, limit, back >= 0, scratch, PAGE))
 
 
 @triton.jit
@@ -132,15 +163,16 @@ def _lookup(
 
 @triton.jit
 def _accept(
-    control, lengths, history, ids, chosen, starts, out, columns, reach,
-    W: tl.constexpr, WP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    control, lengths, history, ids, chosen, starts, out, stride, reach,
+    W: tl.constexpr, WP: tl.constexpr, GUESSES: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[b]: how many tokens, of how many nodes, were they all sound; then the tokens, then the nodes."""
+    """Program b judges the chain of batch slot b and writes its report row."""
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
+    line = control + b * stride
     n = tl.load(lengths + b)
-    room = tl.maximum(tl.minimum(tl.load(line + 3), tl.load(line + 2) - n - 1), 0)
+    fit = fitting_nodes(tl.load(line + MAX_NODES), n, tl.load(line + LIMIT))
     at = tl.arange(0, WP)
     inside = at < W
     first, rows = b * W, W
@@ -149,117 +181,118 @@ def _accept(
         rows = tl.load(starts + b + 1) - first
     said = tl.load(chosen + first + at, mask=inside & (at < rows), other=-1)
     guess = tl.load(ids + b * W + 1 + at, mask=at < W - 1, other=-1)
-    wrong = (guess != said) | (at >= room) | (at >= W - 1)
-    right = tl.min(tl.where(wrong, at, WP), 0)  # nodes that say what the target says, from the first on
+    wrong = (guess != said) | (at >= fit) | (at >= W - 1)
+    right = tl.min(tl.where(wrong, at, WP), 0)  # leading nodes whose token the target chose
     broken = tl.min(tl.where((said < 0) | (at >= W), at, WP), 0)
     count = tl.minimum(right + 1, broken)
     tl.store(history + b * reach + n + at, said, mask=at < count)
     tl.store(lengths + b, n + count)
-    row = out + b * (2 * W + 2)
-    tl.store(row, count)
-    tl.store(row + 1, tl.minimum(room, W - 1))
-    tl.store(row + 2, (count == right + 1).to(tl.int32))
-    tl.store(row + 3 + at, said, mask=inside)
-    tl.store(row + 3 + W + at, guess, mask=at < W - 1)
+    report = out + b * COLUMNS
+    tl.store(report + NUM_TOKENS, count)
+    tl.store(report + REPORT_MAX_NODES, tl.minimum(fit, W - 1))
+    tl.store(report + FINITE, (count == right + 1).to(tl.int32))
+    tl.store(report + TOKENS + at, said, mask=inside)
+    tl.store(report + GUESSES + at, guess, mask=at < W - 1)
 
 
-def prepare(slots: Slots, feed: Feed, page: int, trash: int) -> None:
-    """Fill the feed from the slots: every column but the nodes."""
-    size, width = feed.ids.shape
+def prepare(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
+    """Fill the inputs from the batch slots: everything but the nodes' tokens."""
+    size, width = inputs.ids.shape
     _prepare[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, feed.positions, feed.slots, feed.keys, feed.heat,
-        feed.before, feed.columns, slots.control.stride(0), slots.history.stride(0), trash, size,
-        W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(feed.ids.device),
+        batch.control, batch.lengths, batch.history, inputs.ids, inputs.positions, inputs.slots, inputs.keys,
+        inputs.temperatures, inputs.before, inputs.columns, batch.control.stride(0), batch.history.stride(0),
+        scratch, size, W=width, WP=power(width, 2), PAGE=page, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def prepare_twin(slots: Slots, feed: Feed, page: int, trash: int) -> None:
-    for b, row in enumerate(slots.control.tolist()):
-        n = row[LENGTH] if row[FRESH] else int(slots.lengths[b])
-        slots.lengths[b] = n
-        seed = (row[SEED_HIGH] & 0xFFFFFFFF) << 32 | (row[SEED_LOW] & 0xFFFFFFFF)
-        feed.ids[b, 0] = slots.history[b, n - 1]
-        feed.heat[b] = slots.control[b, HEAT : HEAT + 1].view(torch.float32)
-        for j in range(feed.ids.shape[1]):
-            feed.positions[b, j] = min(n - 1 + j, row[LIMIT] - 1)
-            feed.slots[b, j] = _slot_twin(row, n - 1 + j, page, trash)
-            feed.keys[b, j] = as_signed(key_twin(seed, n + j))
-        feed.columns[0, :, b], feed.columns[1, :, b] = feed.positions[b], feed.slots[b]
+def prepare_twin(batch: BatchSlots, inputs: StepInputs, page: int, scratch: int) -> None:
+    for b, row in enumerate(batch.control.tolist()):
+        n = row[Control.LENGTH] if row[Control.FRESH] else int(batch.lengths[b])
+        batch.lengths[b] = n
+        seed = seed_of(row)
+        inputs.ids[b, 0] = batch.history[b, n - 1]
+        inputs.temperatures[b] = batch.control[b, Control.TEMPERATURE, None].view(torch.float32)
+        for j in range(inputs.ids.shape[1]):
+            inputs.positions[b, j] = min(n - 1 + j, row[Control.LIMIT] - 1)
+            inputs.slots[b, j] = _slot_twin(row, n - 1 + j, page, scratch)
+            inputs.keys[b, j] = rng.signed(key_twin(seed, n + j))
+        inputs.columns[0, :, b], inputs.columns[1, :, b] = inputs.positions[b], inputs.slots[b]
         for j, back in enumerate((n - 2, n - 1)):
             place = max(back, 0)
-            numbers = [int(slots.history[b, place]), place, _slot_twin(row, back, page, trash)]
-            feed.before[:, b, j] = torch.tensor(numbers)
+            numbers = [int(batch.history[b, place]), place, _slot_twin(row, back, page, scratch)]
+            inputs.before[:, b, j] = torch.tensor(numbers)
 
 
-def lookup(slots: Slots, feed: Feed, shortest: int, longest: int) -> None:
+def lookup(batch: BatchSlots, inputs: StepInputs, shortest: int, longest: int) -> None:
     """Fill the nodes with what followed the last time the latest tokens were written; -1 where nothing did."""
-    size, width = feed.ids.shape
+    size, width = inputs.ids.shape
     if width > 1:
         _lookup[(size,)](
-            slots.lengths, slots.history, feed.ids, slots.history.stride(0),
+            batch.lengths, batch.history, inputs.ids, batch.history.stride(0),
             W=width, WP=power(width, 2), SHORT=shortest, LONG=longest, BLOCK=1024, num_warps=4,
-            **options(feed.ids.device),
+            **options(inputs.ids.device),
         )  # fmt: skip
 
 
-def lookup_twin(slots: Slots, feed: Feed, shortest: int, longest: int) -> None:
-    width = feed.ids.shape[1] - 1
-    for b, n in enumerate(slots.lengths.tolist()):
-        text = slots.history[b, :n].tolist()
+def lookup_twin(batch: BatchSlots, inputs: StepInputs, shortest: int, longest: int) -> None:
+    width = inputs.ids.shape[1] - 1
+    for b, n in enumerate(batch.lengths.tolist()):
+        text = batch.history[b, :n].tolist()
         found: list[int] = []
         for m in range(longest, shortest - 1, -1):
             ends = [end for end in range(m, n) if text[end - m : end] == text[n - m :]] if m <= n else []
             if ends:
                 found = text[ends[-1] : ends[-1] + width]
                 break
-        feed.ids[b, 1:] = torch.tensor(found + [-1] * (width - len(found)))
+        inputs.ids[b, 1:] = torch.tensor(found + [-1] * (width - len(found)))
 
 
-def accept(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
-    """Judge chains: append to histories and lengths, and report to out [B, 2 W + 2].
+def accept(batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
+    """Judge chains: append to histories and lengths, and write report rows to out [B, ReportColumns.total].
 
-    starts [B + 1]: where each slot's choices begin, if they are packed end to end.
+    starts [B + 1]: the row where each batch slot's choices begin, if they are packed end to end.
     """
-    size, width = feed.ids.shape
+    size, width = inputs.ids.shape
+    columns = ReportColumns(width, tree=False)
     _accept[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, chosen, starts, out, slots.control.stride(0),
-        slots.history.stride(0),
-        W=width, WP=power(width, 2), PACKED=starts is not None, num_warps=1, **options(feed.ids.device),
+        batch.control, batch.lengths, batch.history, inputs.ids, chosen, starts, out, batch.control.stride(0),
+        batch.history.stride(0),
+        W=width, WP=power(width, 2), GUESSES=columns.guesses, COLUMNS=columns.total, PACKED=starts is not None,
+        num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def accept_twin(slots: Slots, feed: Feed, chosen: Tensor, out: Tensor, starts: Tensor | None = None) -> None:
-    width = feed.ids.shape[1]
+def accept_twin(
+    batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None
+) -> None:
+    width = inputs.ids.shape[1]
     said = chosen.view(-1, width).tolist() if starts is None else _apart(chosen.tolist(), starts.tolist(), width)
-    for b, row in enumerate(slots.control.tolist()):
-        n, nodes = int(slots.lengths[b]), feed.ids[b, 1:].tolist()
-        room = max(min(row[WIDTH], row[LIMIT] - n - 1), 0)
-        right = 0
-        while right < min(room, width - 1) and nodes[right] == said[b][right]:
-            right += 1
-        sound = next((i for i, token in enumerate(said[b]) if token < 0), width)
-        count = min(right + 1, sound)
-        slots.history[b, n : n + count] = torch.tensor(said[b][:count])
-        slots.lengths[b] = n + count
-        out[b] = torch.tensor([count, min(room, width - 1), int(count == right + 1), *said[b], *nodes])
+    for b, row in enumerate(batch.control.tolist()):
+        n, guesses = int(batch.lengths[b]), inputs.ids[b, 1:].tolist()
+        fit = min(nodes_that_fit(row[Control.MAX_NODES], n, row[Control.LIMIT]), width - 1)
+        broken = [token < 0 for token in said[b]]
+        nodes, tokens = accept_path(guesses[:fit], list(range(-1, fit - 1)), said[b], broken)
+        batch.history[b, n : n + len(tokens)] = torch.tensor(tokens)
+        batch.lengths[b] = n + len(tokens)
+        out[b] = torch.tensor([len(tokens), fit, int(len(tokens) > len(nodes)), *said[b], *guesses])
 
 
 def _apart(chosen: list[int], starts: list[int], width: int) -> list[list[int]]:
-    """Packed choices slot by slot, with -1 where a slot had no row."""
+    """Packed choices by batch slot, with -1 where a batch slot had no row."""
     rows = [chosen[first:stop] for first, stop in pairwise(starts)]
     return [row + [-1] * (width - len(row)) for row in rows]
 
 
-def _slot_twin(row: list[int], position: int, page: int, trash: int) -> int:
-    return row[PAGES + position // page] * page + position % page if 0 <= position < row[LIMIT] else trash
+def _slot_twin(row: list[int], position: int, page: int, scratch: int) -> int:
+    return (
+        row[Control.PAGES + position // page] * page + position % page
+        if 0 <= position < row[Control.LIMIT]
+        else scratch
+    )
 
 
 def key_twin(mixed: int, position: int) -> int:
     return rng.mix(rng.mix(rng.mix(mixed ^ position)))
 
 
-def as_signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-__all__ = ["Feed", "Slots", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]
+__all__ = ["BatchSlots", "StepInputs", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]

@@ -1,4 +1,4 @@
-"""All kernels under one name, and their twins under another: who runs a model is handed one of the two."""
+"""All kernels as one suite, and their torch twins as another: layouts and captured steps are given one of the two."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Suite:
     lookup: Callable[..., None]
     pack: Callable[..., None]
     accept: Callable[..., None]
-    graft: Callable[..., None]
-    climb: Callable[..., None]
+    place_nodes: Callable[..., None]
+    accept_tree: Callable[..., None]
     compact: Callable[..., None]
 
 
@@ -42,8 +42,8 @@ KERNELS = Suite(
     step.lookup,
     packing.pack,
     step.accept,
-    tree.graft,
-    tree.climb,
+    tree.place_nodes,
+    tree.accept_tree,
     tree.compact,
 )
 
@@ -63,8 +63,8 @@ TWINS = Suite(
     step.lookup_twin,
     packing.pack_twin,
     step.accept_twin,
-    tree.graft_twin,
-    tree.climb_twin,
+    tree.place_nodes_twin,
+    tree.accept_tree_twin,
     tree.compact_twin,
 )
 

@@ -1,7 +1,7 @@
 """Trees between passes, on the device: where nodes stand, which path is accepted, and its keys moved into line.
 
-Row 0 of a seat is its last token, row j its node j - 1. A node's keys lie behind the text in the order of the nodes,
-whatever its depth; its position is its depth's.
+Row 0 of a batch slot is its last token, row j its node j - 1. A node's keys lie behind the text in the order of the
+nodes, whatever its depth; its position is given by its depth.
 """
 
 from __future__ import annotations
@@ -13,18 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu import step
+from faircopy import rng
+from faircopy.acceptance import accept_path, nodes_that_fit
 from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.launch import begin, options, power
 from faircopy.kernels.gpu.pick import mix
-from faircopy.kernels.gpu.step import Feed, Slots
+from faircopy.kernels.gpu.records import (
+    FINITE,
+    LIMIT,
+    MAX_NODES,
+    NUM_TOKENS,
+    PAGES,
+    REPORT_MAX_NODES,
+    TOKENS,
+    Control,
+    Report,
+    ReportColumns,
+    seed_of,
+)
+from faircopy.kernels.gpu.step import BatchSlots, StepInputs, fitting_nodes, key_twin, load_seed
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
-    """What a step with trees knows beside its feed."""
+class TreeNodes:
+    """What a step with trees knows beside its inputs."""
 
-    parents: Tensor  # [B, W] int32: the row above each row; row 0 has none, -1. The drafter fills it.
+    parents: Tensor  # [B, W] int32: the row of each row's parent; -1 for row 0. The drafter fills it.
     base: Tensor  # [B] int32: the position where nodes begin
     paths: Tensor  # [B, W, PATH] int32: the nodes down to each row, counted from base
     taken: Tensor  # [B, W] int32: after the step, the rows of the accepted path, row 0 first
@@ -34,7 +48,7 @@ class Branches:
     deepest: int  # levels a tree can have
 
     @classmethod
-    def over(cls, pools: list[Tensor], size: int, width: int, deepest: int) -> Branches:
+    def over(cls, pools: list[Tensor], size: int, width: int, deepest: int) -> TreeNodes:
         device, first = pools[0].device, pools[0]
         offsets = [(pool.data_ptr() - first.data_ptr()) // first.itemsize for pool in pools]
         widths = [pool[0].numel() for pool in pools]
@@ -51,16 +65,15 @@ class Branches:
 
 
 @triton.jit
-def _graft(
-    control, lengths, parents, base, paths, positions, keys, columns,
+def _place_nodes(
+    control, lengths, parents, base, paths, positions, keys, stride,
     W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
-    n, limit = tl.load(lengths + b), tl.load(line + 2)
-    low, high = tl.load(line + 5).to(tl.uint32, bitcast=True), tl.load(line + 6).to(tl.uint32, bitcast=True)
-    seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    line = control + b * stride
+    n, limit = tl.load(lengths + b), tl.load(line + LIMIT)
+    seed = load_seed(line)
     tl.store(base + b, n)
     at = tl.arange(0, WP)
     inside = at < W
@@ -70,12 +83,12 @@ def _graft(
         row = tl.load(parents + b * W + row, mask=inside & (row > 0), other=0)
         depth += (row > 0).to(tl.int32)
     depth += (at > 0).to(tl.int32)
-    room = limit - 1 - n  # the last node that has a place, counted from base; those behind it count for nothing
+    last = limit - 1 - n  # the last node with a KV slot, counted from base; those behind it are never accepted
     row = at
     for up in range(DEEP):
         place = depth - 1 - up
         here = inside & (place >= 0)
-        tl.store(paths + (b * W + at) * LAST + place, tl.minimum(row - 1, room), mask=here)
+        tl.store(paths + (b * W + at) * LAST + place, tl.minimum(row - 1, last), mask=here)
         row = tl.load(parents + b * W + row, mask=here & (row > 0), other=0)
     position = n - 1 + depth
     tl.store(positions + b * W + at, tl.minimum(position, limit - 1), mask=inside)
@@ -84,60 +97,62 @@ def _graft(
 
 
 @triton.jit
-def _climb(
-    control, lengths, history, ids, parents, chosen, taken, out, columns, reach,
-    W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, PDL: tl.constexpr,
+def _accept_tree(
+    control, lengths, history, ids, parents, chosen, taken, out, stride, reach,
+    W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, GUESSES: tl.constexpr, PARENTS: tl.constexpr,
+    ROUTE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[b]: how many tokens, of how many nodes, were they all sound; tokens, nodes, their parents, the path."""
+    """Program b judges the tree of batch slot b and writes its report row."""
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    line = control + b * columns
+    line = control + b * stride
     n = tl.load(lengths + b)
-    room = tl.minimum(tl.maximum(tl.minimum(tl.load(line + 3), tl.load(line + 2) - n - 1), 0), W - 1)
+    fit = tl.minimum(fitting_nodes(tl.load(line + MAX_NODES), n, tl.load(line + LIMIT)), W - 1)
     at = tl.arange(0, WP)
     node = (at > 0) & (at < W)
     guess = tl.load(ids + b * W + at, mask=node, other=-1)
     parent = tl.load(parents + b * W + at, mask=node, other=-1)
-    told = out + b * (4 * W + 1)
-    path = told + 3 + 3 * W - 2
-    tl.store(told + 2 + W + at, guess, mask=node)
-    tl.store(told + 1 + 2 * W + at, parent - 1, mask=node)
+    report = out + b * COLUMNS
+    path = report + ROUTE
+    tl.store(report + GUESSES + at - 1, guess, mask=node)
+    tl.store(report + PARENTS + at - 1, parent - 1, mask=node)
     tl.store(taken + b * W + at, tl.zeros((WP,), tl.int32), mask=at < W)
     tl.debug_barrier()
     row = n * 0
     count = n * 0
-    sound = n * 0 + 1
+    finite = n * 0 + 1
     alive = row == 0
     for level in range(DEEP + 1):
         token = tl.load(chosen + b * W + row)
         tl.store(taken + b * W + level, row, mask=alive & (level < W))
         tl.store(path + level, row, mask=alive & (level < W))
-        sound = tl.where(alive & (token < 0), 0, sound)
+        finite = tl.where(alive & (token < 0), 0, finite)
         alive = alive & (token >= 0)
         tl.store(history + b * reach + n + level, token, mask=alive)
-        tl.store(told + 3 + level, token, mask=alive & (level < W))
+        tl.store(report + TOKENS + level, token, mask=alive & (level < W))
         count += alive.to(tl.int32)
-        right = node & (parent == row) & (guess == token) & (at <= room)
+        right = node & (parent == row) & (guess == token) & (at <= fit)
         child = tl.min(tl.where(right, at, WP), 0)
         alive = alive & (child < WP)
         row = tl.where(alive, child, row)
     tl.store(lengths + b, n + count)
-    tl.store(told, count)
-    tl.store(told + 1, room)
-    tl.store(told + 2, sound)
+    tl.store(report + NUM_TOKENS, count)
+    tl.store(report + REPORT_MAX_NODES, fit)
+    tl.store(report + FINITE, finite)
 
 
 @triton.jit
 def _compact(
-    control, base, taken, out, pool, offsets, widths, columns,
-    W: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    control, base, taken, out, pool, offsets, widths, stride,
+    W: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (seat, pool): accepted rows go where their positions are, first things first."""
+    """Program (batch slot, pool): the keys of accepted rows move to their positions, in the order of the path."""
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
-    told = out + b * (4 * W + 1)
-    rows = tl.load(told) + 1 - tl.load(told + 2)  # rows that hold tokens of the text now
-    table = control + b * columns + 7
+    report = out + b * COLUMNS
+    rows = tl.load(report + NUM_TOKENS) + 1 - tl.load(report + FINITE)  # rows that hold tokens of the text now
+    table = control + b * stride + PAGES
     n, start, width = tl.load(base + b), tl.load(offsets + tl.program_id(1)), tl.load(widths + tl.program_id(1))
     for level in range(1, DEEP + 1):
         row = tl.load(taken + b * W + level, mask=level < W, other=0)
@@ -151,84 +166,82 @@ def _compact(
                 tl.store(pool + start + here * width + at, values, mask=at < width)
 
 
-def graft(slots: Slots, feed: Feed, branches: Branches) -> None:
+def place_nodes(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes) -> None:
     """After the drafter: positions and noise of its nodes by depth, and the path to each."""
-    size, width = feed.ids.shape
-    _graft[(size,)](
-        slots.control, slots.lengths, branches.parents, branches.base, branches.paths, feed.positions, feed.keys,
-        slots.control.stride(0), W=width, WP=power(width, 2), DEEP=branches.deepest, LAST=PATH, num_warps=1,
-        **options(feed.ids.device),
+    size, width = inputs.ids.shape
+    _place_nodes[(size,)](
+        batch.control, batch.lengths, trees.parents, trees.base, trees.paths, inputs.positions, inputs.keys,
+        batch.control.stride(0), W=width, WP=power(width, 2), DEEP=trees.deepest, LAST=PATH, num_warps=1,
+        **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def graft_twin(slots: Slots, feed: Feed, branches: Branches) -> None:
-    for b, control in enumerate(slots.control.tolist()):
-        n, limit = int(slots.lengths[b]), control[step.LIMIT]
-        seed = (control[step.SEED_HIGH] & 0xFFFFFFFF) << 32 | (control[step.SEED_LOW] & 0xFFFFFFFF)
-        branches.base[b] = n
-        for j in range(feed.ids.shape[1]):
+def place_nodes_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes) -> None:
+    for b, control in enumerate(batch.control.tolist()):
+        n, limit, seed = int(batch.lengths[b]), control[Control.LIMIT], seed_of(control)
+        trees.base[b] = n
+        for j in range(inputs.ids.shape[1]):
             path, row = [], j
             while row > 0:
                 path.append(min(row - 1, limit - 1 - n))
-                row = int(branches.parents[b, row])
-            branches.paths[b, j, : len(path)] = torch.tensor(path[::-1], dtype=torch.int32)
-            feed.positions[b, j] = min(n - 1 + len(path), limit - 1)
-            feed.keys[b, j] = step.as_signed(step.key_twin(seed, n + len(path)))
+                row = int(trees.parents[b, row])
+            trees.paths[b, j, : len(path)] = torch.tensor(path[::-1], dtype=torch.int32)
+            inputs.positions[b, j] = min(n - 1 + len(path), limit - 1)
+            inputs.keys[b, j] = rng.signed(key_twin(seed, n + len(path)))
 
 
-def climb(slots: Slots, feed: Feed, branches: Branches, chosen: Tensor, out: Tensor) -> None:
-    """Judge trees: append to histories and lengths, and report to out [B, 4 W + 1]."""
-    size, width = feed.ids.shape
-    _climb[(size,)](
-        slots.control, slots.lengths, slots.history, feed.ids, branches.parents, chosen, branches.taken, out,
-        slots.control.stride(0), slots.history.stride(0),
-        W=width, WP=power(width, 2), DEEP=branches.deepest, num_warps=1, **options(feed.ids.device),
+def accept_tree(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
+    """Judge trees: append to histories and lengths, and write report rows to out [B, ReportColumns.total]."""
+    size, width = inputs.ids.shape
+    columns = ReportColumns(width, tree=True)
+    _accept_tree[(size,)](
+        batch.control, batch.lengths, batch.history, inputs.ids, trees.parents, chosen, trees.taken, out,
+        batch.control.stride(0), batch.history.stride(0),
+        W=width, WP=power(width, 2), DEEP=trees.deepest, GUESSES=columns.guesses, PARENTS=columns.parents,
+        ROUTE=columns.path, COLUMNS=columns.total, num_warps=1, **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def climb_twin(slots: Slots, feed: Feed, branches: Branches, chosen: Tensor, out: Tensor) -> None:
-    width = feed.ids.shape[1]
-    said, guesses, parents = chosen.view(-1, width).tolist(), feed.ids.tolist(), branches.parents.tolist()
-    for b, control in enumerate(slots.control.tolist()):
-        n = int(slots.lengths[b])
-        room = min(max(min(control[step.WIDTH], control[step.LIMIT] - n - 1), 0), width - 1)
-        path, tokens = [0], []
-        while (token := said[b][path[-1]]) >= 0:
-            tokens.append(token)
-            right = (j for j in range(1, room + 1) if parents[b][j] == path[-1] and guesses[b][j] == token)
-            if (child := next(right, None)) is None:
-                break
-            path.append(child)
-        slots.history[b, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        slots.lengths[b] = n + len(tokens)
-        branches.taken[b] = 0
-        branches.taken[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
-        out[b, :3] = torch.tensor([len(tokens), room, int(token >= 0)])
-        out[b, 3 : 3 + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        out[b, 3 + width : 2 + 2 * width] = feed.ids[b, 1:]
-        out[b, 2 + 2 * width : 1 + 3 * width] = branches.parents[b, 1:] - 1
-        out[b, 1 + 3 * width : 1 + 3 * width + len(path)] = torch.tensor(path, dtype=torch.int32)
+def accept_tree_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
+    width = inputs.ids.shape[1]
+    columns, said = ReportColumns(width, tree=True), chosen.view(-1, width).tolist()
+    guesses, parents = inputs.ids[:, 1:].tolist(), (trees.parents[:, 1:] - 1).tolist()
+    for b, control in enumerate(batch.control.tolist()):
+        n = int(batch.lengths[b])
+        fit = min(nodes_that_fit(control[Control.MAX_NODES], n, control[Control.LIMIT]), width - 1)
+        broken = [token < 0 for token in said[b]]
+        nodes, tokens = accept_path(guesses[b][:fit], parents[b][:fit], said[b], broken)
+        path = torch.tensor([0, *(node + 1 for node in nodes)], dtype=torch.int32)
+        batch.history[b, n : n + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        batch.lengths[b] = n + len(tokens)
+        trees.taken[b] = 0
+        trees.taken[b, : len(path)] = path
+        out[b, : Report.TOKENS] = torch.tensor([len(tokens), fit, int(len(tokens) > len(nodes))])
+        out[b, Report.TOKENS : Report.TOKENS + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        out[b, columns.guesses : columns.parents] = inputs.ids[b, 1:]
+        out[b, columns.parents : columns.path] = trees.parents[b, 1:] - 1
+        out[b, columns.path : columns.path + len(path)] = path
 
 
-def compact(slots: Slots, branches: Branches, out: Tensor, page: int) -> None:
+def compact(batch: BatchSlots, trees: TreeNodes, out: Tensor, page: int) -> None:
     """Move the keys and values of the accepted path to their positions, in all layers."""
-    size, width = branches.parents.shape
-    block = min(1024, power(int(branches.pools[0][0].numel())))
-    _compact[(size, len(branches.pools))](
-        slots.control, branches.base, branches.taken, out, branches.pools[0], branches.offsets, branches.widths,
-        slots.control.stride(0), W=width, DEEP=min(branches.deepest, width - 1), PAGE=page, BLOCK=block, num_warps=4,
-        **options(out.device),
+    size, width = trees.parents.shape
+    block = min(1024, power(int(trees.pools[0][0].numel())))
+    _compact[(size, len(trees.pools))](
+        batch.control, trees.base, trees.taken, out, trees.pools[0], trees.offsets, trees.widths,
+        batch.control.stride(0), W=width, DEEP=min(trees.deepest, width - 1),
+        COLUMNS=ReportColumns(width, tree=True).total, PAGE=page, BLOCK=block, num_warps=4, **options(out.device),
     )  # fmt: skip
 
 
-def compact_twin(slots: Slots, branches: Branches, out: Tensor, page: int) -> None:
-    for b, control in enumerate(slots.control.tolist()):
-        count, _, sound = out[b, :3].tolist()
-        for level in range(1, count + 1 - sound):
-            ends = [int(branches.base[b]) - 1 + row for row in (int(branches.taken[b, level]), level)]
-            there, here = (control[step.PAGES + end // page] * page + end % page for end in ends)
-            for pool in branches.pools:
+def compact_twin(batch: BatchSlots, trees: TreeNodes, out: Tensor, page: int) -> None:
+    for b, control in enumerate(batch.control.tolist()):
+        count, finite = int(out[b, Report.NUM_TOKENS]), int(out[b, Report.FINITE])
+        for level in range(1, count + 1 - finite):
+            ends = [int(trees.base[b]) - 1 + row for row in (int(trees.taken[b, level]), level)]
+            there, here = (control[Control.PAGES + end // page] * page + end % page for end in ends)
+            for pool in trees.pools:
                 pool[here] = pool[there]
 
 
-__all__ = ["Branches", "climb", "climb_twin", "compact", "compact_twin", "graft", "graft_twin"]
+__all__ = ["TreeNodes", "accept_tree", "accept_tree_twin", "compact", "compact_twin", "place_nodes", "place_nodes_twin"]

@@ -1,0 +1,123 @@
+"""Puts an engine together: loads target and draft, and builds all parts from a configuration."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from faircopy.config import EngineConfig
+from faircopy.draft_length import DraftLengths, FixedLength
+from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.head_drafter import HeadDrafter
+from faircopy.drafters.heads import Head
+from faircopy.drafters.model import ModelDrafter
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.engine import Engine
+from faircopy.errors import ConfigError
+from faircopy.layout.base import Layout
+from faircopy.layout.paged import PagedLayout
+from faircopy.layout.pool import PagePool
+from faircopy.memory import page_count
+from faircopy.model.anatomy import is_head
+from faircopy.model.base import Model
+from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
+from faircopy.model.runner import Runner
+from faircopy.model.selftest import self_test
+from faircopy.scheduler import Scheduler
+from faircopy.strategy import STRATEGIES
+from faircopy.verify.exact import ExactVerifier
+from faircopy.verify.rejection import RejectionVerifier
+
+if TYPE_CHECKING:
+    from faircopy.kernels.gpu.suite import Suite
+    from faircopy.replay import CapturedRunner
+
+
+def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
+    """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
+    if isinstance(target, str):
+        target = load_model(target, config.torch_dtype(), config.torch_device(), config.exact)
+        self_test(target, config.exact)
+    if not hasattr(target, "forward") or not hasattr(target, "layers"):
+        raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
+    return target  # type: ignore[no-any-return]
+
+
+def load_draft(
+    draft: Any, target: Model, tokenizer: Any | None, config: EngineConfig
+) -> tuple[Drafter | None, Model | Head | None]:
+    """The drafter, or the model or head to draft with, from what a user passes as draft=."""
+    draft = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
+    if draft is None or isinstance(draft, Drafter):
+        return draft, None
+    if draft == "ngram":
+        return NgramDrafter(config.lookup_min, config.lookup_max), None
+    if isinstance(draft, str) and is_head(draft):
+        return None, load_head(draft, target)
+    model = load_target(draft, config, "draft")
+    theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
+    difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
+    if difference:
+        problem = f"draft and target have different vocabularies: {difference}"
+        raise ConfigError("draft", model.name, problem, "use a draft with the target's tokenizer")
+    return None, model
+
+
+def build_engine(
+    target: Model,
+    drafter: Drafter | None = None,
+    *,
+    draft: Model | Head | None = None,
+    config: EngineConfig | None = None,
+    eos: frozenset[int] = frozenset(),
+    draft_lengths: DraftLengths | None = None,
+    suite: Suite | None = None,
+) -> Engine:
+    """An engine with one page pool and one set of tables for the target and its draft model or head, if any.
+
+    draft_lengths: config.k for every sequence unless given. suite: kernels to run with instead of the device's own.
+    """
+    config = config or EngineConfig()
+    models: list[Model | Head] = [target] if draft is None else [target, draft]
+    strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
+    tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
+    runner = Runner(target, strategy.layout(tables, target, config, False, suite))
+    sampled = config.verifier == "rejection"
+    draft_layouts: tuple[Layout, ...] = ()
+    if isinstance(draft, Head):
+        pages = strategy.pages(tables, draft, config, suite)
+        drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled), (pages,)
+    elif draft is not None:
+        layout = strategy.layout(tables, draft, config, True, suite)
+        drafter, draft_layouts = ModelDrafter(Runner(draft, layout), target.vocab, chunk, sampled), (layout,)
+    drafter = drafter or NoDrafter()
+    runner.wants = drafter.wants
+    captured = None if sampled or not config.graphs else build_captured(runner, drafter, config)
+    lengths, policy = draft_lengths or FixedLength(config.k), strategy.policy(config)
+    scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured)
+    verifier = RejectionVerifier() if sampled else ExactVerifier()
+    ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, captured, draft_layouts)
+
+
+def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | None:
+    """Captured steps, where all parts of a step are kernels; None: every step is eager."""
+    layout = target.layout
+    if not isinstance(layout, PagedLayout) or layout.suite is None:
+        return None
+    from faircopy.capture import can_capture
+    from faircopy.replay import CapturedRunner
+
+    captured = drafter.capture(config.max_batch) if can_capture(target.model, layout) else None
+    if captured is None:
+        return None
+    return CapturedRunner(
+        target.model,
+        layout,
+        captured,
+        config.max_batch,
+        config.k,
+        pack_rows=config.pack_rows,
+        expensive_drafts=drafter.expensive,
+    )

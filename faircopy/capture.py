@@ -1,0 +1,205 @@
+"""The contract for captured steps: the tensors one CUDA graph reads and writes, and what a drafter can do inside it.
+
+Engine, captured steps (`replay`) and drafters lie above this module and know each other only through it: a drafter's
+`capture` returns a CapturedDrafter, whose work reads and fills a GraphState.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from faircopy.kernels.gpu import step
+from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.records import Control
+from faircopy.kernels.gpu.suite import Suite
+from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.layout.base import Layout, Packed
+from faircopy.layout.paged import PagedLayout
+from faircopy.model.base import Model
+from faircopy.model.fused import Fused
+from faircopy.types import Sequence
+
+Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
+Plans = dict[tuple[int, int], PagePlan]  # by (window, group) of the layers
+
+
+class HiddenStateReader(ABC):
+    """The part of a captured drafter that reads the target's hidden states."""
+
+    wants: tuple[int, ...]  # layers whose states it reads, see model.base.Taps
+
+    @abstractmethod
+    def assign(self, batch_slots: dict[Sequence, int]) -> None:
+        """These sequences are in these batch slots from the next step on: load what the host knows of their states."""
+
+    @abstractmethod
+    def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
+        """Keep the states of the rows that a step accepted, of the states of all its rows; captured."""
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """The tensors it keeps between steps; a trial run before capturing must leave them as they were."""
+
+
+class CapturedDrafter(ABC):
+    """A drafter that drafts inside captured steps, without the host."""
+
+    variable_length = False  # true: it may find fewer nodes than allowed, -1 from there on, and rows are packed
+    max_nodes: int | None = None  # nodes it can fill per sequence; None: any number
+    reads_hidden_states: HiddenStateReader | None = None  # None: it reads none
+
+    @abstractmethod
+    def plan_fill(self, graph: GraphState) -> Work:
+        """Do what depends on shapes alone; the result fills the nodes in graph.inputs and is captured."""
+
+    def tree_depth(self, k: int) -> int:
+        """How many levels its trees of k nodes can have; 0: it drafts chains."""
+        return 0
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether it has read enough of the sequence to draft for it in a captured step."""
+        return True
+
+    def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:  # noqa: B027
+        """After a step of k nodes behind the first `length` tokens of a sequence, `accepted` of them were accepted."""
+
+
+def can_capture(model: Model, layout: Layout) -> bool:
+    """Whether all parts of a pass of this model are kernels, so that it can be part of a captured step."""
+    return isinstance(model, Fused) and isinstance(layout, PagedLayout) and layout.suite is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphState:
+    """The tensors of one graph: the batch slots it advances and everything its passes read."""
+
+    batch_slots: step.BatchSlots
+    inputs: step.StepInputs
+    out: Tensor  # [B, columns] report rows, see records.ReportColumns
+    suite: Suite
+    page: int
+    scratch: int
+    trees: TreeNodes | None = None  # where drafts are trees
+
+    @property
+    def size(self) -> int:
+        """Batch slots."""
+        return int(self.inputs.ids.shape[0])
+
+    @property
+    def k(self) -> int:
+        """Draft nodes per batch slot."""
+        return int(self.inputs.ids.shape[1]) - 1
+
+    @property
+    def limits(self) -> Tensor:
+        """[B] int32: how many tokens each sequence may have at most."""
+        return self.batch_slots.control[:, Control.LIMIT]
+
+    def verify_rows(self, layout: PagedLayout) -> Packed:
+        """The last token and all nodes of every batch slot, as chains."""
+        return self.pack_rows(layout, self.k + 1, *self._verified())
+
+    def tree_rows(self, rows: PathRows) -> Packed:
+        """The last token and all nodes of every batch slot, as trees."""
+        return self.pack(self.k + 1, *self._verified(), rows.plans)
+
+    def catch_up_rows(self, layout: PagedLayout) -> Packed:
+        """The last two tokens of every batch slot, which a draft model may not have read yet. Logits of the second."""
+        ids, positions, slots = (line.view(-1) for line in self.inputs.before)
+        packed = self.pack_rows(layout, 2, ids, positions, slots)
+        return replace(packed, wanted=torch.arange(1, 2 * self.size, 2, device=ids.device))
+
+    def node_rows(self, layout: PagedLayout, node: int) -> Packed:
+        """One node of every batch slot."""
+        positions, slots = self.inputs.columns[0, node + 1], self.inputs.columns[1, node + 1]
+        return self.pack_rows(layout, 1, self.inputs.ids[:, node + 1], positions, slots)
+
+    def pack_rows(self, layout: PagedLayout, rows: int, ids: Tensor, positions: Tensor, slots: Tensor) -> Packed:
+        """`rows` rows of every batch slot, read from these tensors; planned for all pages a sequence can have."""
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): even_plan(self.size, rows, tables, self.page, reach, _widest(layout))
+            for shape in layout.layers
+        }
+        return self.pack(rows, ids, positions, slots, plans)
+
+    def path_rows(self, layout: PagedLayout, rows: int, paths: Tensor | None = None) -> PathRows:
+        """`rows` rows of every batch slot behind the text, each with a path of its own [B, R, PATH]."""
+        paths = self.inputs.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, _widest(layout))
+            for shape in layout.layers
+        }
+        block = max((block_length(shape.head_dim) for shape in layout.layers), default=1)
+        return PathRows(self, paths, plans, block)
+
+    def first_rows(self, packed_rows: PackedRows, layout: PagedLayout, rows: int) -> Packed:
+        """The first `rows` packed rows; which sequence each belongs to is known on the device alone."""
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): packed_rows.plan(tables, self.page, reach, _widest(layout))
+            for shape in layout.layers
+        }
+        wanted = torch.arange(rows, device=packed_rows.ids.device)
+        ids, positions, slots = (part[:rows] for part in (packed_rows.ids, packed_rows.positions, packed_rows.slots))
+        return Packed(ids, positions, slots, plans, wanted, [], [], [])
+
+    def kv_slots(self, index: Tensor) -> Tensor:
+        """The KV slots of these positions [B, n]; the scratch slot at or behind the limit."""
+        tables, _ = self._tables
+        pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
+        return torch.where(index < self.limits[:, None], pages * self.page + index % self.page, self.scratch)
+
+    def pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: Plans) -> Packed:
+        wanted = torch.arange(self.size * rows, device=ids.device)
+        places = [range(n * rows, (n + 1) * rows) for n in range(self.size)]
+        return Packed(ids, positions, slots, plans, wanted, [1] * self.size, [range(rows - 1)] * self.size, places)
+
+    def _verified(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs.ids.view(-1), self.inputs.positions.view(-1), self.inputs.slots.view(-1)
+
+    @property
+    def _tables(self) -> tuple[Tensor, int]:
+        """Page tables, and how many tokens they reach."""
+        tables = self.batch_slots.control[:, Control.PAGES :]
+        return tables, tables.shape[1] * self.page
+
+
+@dataclass(frozen=True, slots=True)
+class PathRows:
+    """Rows of trees, planned once; the lengths of the texts and the paths are set before each pass."""
+
+    graph: GraphState
+    paths: Tensor  # [B, R, PATH] int32
+    plans: Plans
+    block: int  # keys per block, of the layer that has most
+
+    def set_base(self, base: Tensor) -> None:
+        """Nodes begin at position base [B] int32."""
+        for plan in self.plans.values():
+            set_base(plan, base, self.block)
+
+    def packed(self, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
+        """Rows [B, R] that see path [B, R, n] counted from base; the last place on it is their own.
+
+        Rows at or behind the limit are never accepted: their keys are written to the scratch slot and not read.
+        """
+        graph, last = self.graph, self.graph.limits[:, None].long() - 1
+        self.paths[..., : path.shape[-1]] = torch.minimum(path, (last - base[:, None])[..., None])
+        self.set_base(base.int())
+        slots = graph.kv_slots(base[:, None] + path[..., -1])
+        where = torch.minimum(positions, last)
+        return graph.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
+
+
+def _widest(layout: PagedLayout) -> int:
+    """The largest head size; it has the shortest key blocks, so the most of them. Layers share their plans."""
+    return max(shape.head_dim for shape in layout.layers)

@@ -1,0 +1,62 @@
+"""Drafters without hidden states inside captured steps: plain decoding, n-gram lookup, a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.layout.paged import PagedLayout
+from faircopy.model.base import Model
+from faircopy.types import Sequence
+
+
+class CapturedNothing(CapturedDrafter):
+    """Plain decoding: every node is -1, which no target chooses."""
+
+    def plan_fill(self, graph: GraphState) -> Work:
+        def fill() -> None:
+            graph.inputs.ids[:, 1:] = -1
+
+        return fill
+
+
+class CapturedNgram(CapturedDrafter):
+    """The n-gram lookup by a kernel over the histories on the device."""
+
+    variable_length = True
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def plan_fill(self, graph: GraphState) -> Work:
+        return lambda: graph.suite.lookup(graph.batch_slots, graph.inputs, self._shortest, self._longest)
+
+
+class CapturedModel(CapturedDrafter):
+    """A draft model: the last two tokens first, which it may not have read, then node by node."""
+
+    def __init__(self, model: Model, layout: PagedLayout, vocab: int, is_idle: Callable[[Sequence], bool]) -> None:
+        self._model, self._layout, self._vocab, self._is_idle = model, layout, vocab, is_idle
+
+    def plan_fill(self, graph: GraphState) -> Work:
+        inputs = graph.inputs
+        passes = [graph.catch_up_rows(self._layout)]
+        passes += [graph.node_rows(self._layout, node) for node in range(graph.k - 1)]
+
+        def fill() -> None:
+            for node, packed in enumerate(passes):
+                logits = self._model.forward(packed, self._layout)
+                temperatures, keys, out = inputs.temperatures[:, node], inputs.keys[:, node], inputs.ids[:, node + 1]
+                graph.suite.pick(logits, temperatures, keys, vocab=self._vocab, out=out)
+
+        return fill
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether it has read all but the last two tokens. Sequences without drafts may share a captured step; what
+        is drafted for them is ignored."""
+        return self._is_idle(seq) or self._layout.cached(seq) >= len(seq.tokens) - 2
+
+    def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
+        """The last node of a chain has no keys: it was drafted and never read."""
+        if k and not self._is_idle(seq):
+            self._layout.set_cached(seq, length + min(accepted, k - 1))

@@ -1,0 +1,216 @@
+"""The drafter of all draft heads: keeps the target's states until the head has read them, then grows trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faircopy.drafters.base import Drafter
+from faircopy.drafters.heads import Head, Rows
+from faircopy.drafters.states import SequenceStates
+from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.layout.base import Packed
+from faircopy.layout.paged import PagedLayout
+from faircopy.model.runner import Result
+from faircopy.sampling import SamplingRow, adjusted, choose, probabilities
+from faircopy.types import Batch, Draft, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from faircopy.capture import CapturedDrafter
+
+MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait
+
+
+class HeadDrafter(Drafter):
+    """Keeps the target's states until the draft head has read them, then grows a tree per sequence.
+
+    A sequence whose states are not known yet gets no draft; rows without a state (before the first token, in a reused
+    prefix) are read as zeros.
+    """
+
+    expensive = True  # a pass of the head per level
+
+    def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
+        self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
+        self.wants = head.wants
+        self._known: dict[Sequence, SequenceStates] = {}
+
+    @torch.no_grad()
+    def propose(self, batch: Batch) -> Draft:
+        draft = Draft.chains([[] for _ in batch.seqs], [[] for _ in batch.seqs] if self._sampled else None)
+        part = self._readable(batch)
+        if not part.seqs:
+            return draft
+        memory = self._read(part)
+        live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n]]
+        if live:
+            growing = [_GrowingTree(part.seqs[n], self._tree(part.seqs[n], part.max_nodes[n])) for n in live]
+            self._grow(growing, memory[live])
+            places = {seq: i for i, seq in enumerate(batch.seqs)}
+            for growth in growing:
+                self._write(draft, places[growth.seq], growth)
+        return draft
+
+    def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
+        """Keep the states of fed tokens and accepted nodes, in the order of the text."""
+        kept: list[int] = []
+        spans, row = [], 0
+        for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
+            fed, nodes = result.packed.fed[i], result.packed.nodes[i]
+            if seq.request.k != 0:
+                mine = [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
+                spans.append((seq, batch.upto[i] - fed, len(kept), len(kept) + len(mine)))
+                kept += mine
+            row += fed + len(nodes)
+        if not kept:
+            return
+        index = torch.tensor(kept, device=result.states[self.wants[0]].device)
+        states = torch.cat([result.states[layer].index_select(0, index) for layer in self.wants], -1)
+        for seq, first, start, stop in spans:
+            self._known.setdefault(seq, SequenceStates()).add(first, states[start:stop])
+
+    def forget(self, seq: Sequence) -> None:
+        self._known.pop(seq, None)
+        self._layout.forget(seq)
+
+    def capture(self, num_slots: int) -> CapturedDrafter | None:
+        from faircopy.drafters.captured_head import CapturedHead
+
+        return CapturedHead(self._head, self._layout, self._rows, self._known, num_slots)
+
+    def _readable(self, batch: Batch) -> Batch:
+        """Sequences with states to read, if they are to guess now or much is waiting."""
+        part = Batch([], [], [])
+        for i, seq in enumerate(batch.seqs):
+            known = self._known.get(seq)
+            if known is None:
+                continue
+            cached = self._layout.cached(seq)
+            upto = min(batch.upto[i], known.end + 1, cached + self._chunk)
+            ready = bool(batch.max_nodes[i]) and batch.complete(i)
+            if upto > cached and (ready or upto - cached >= MAX_UNREAD):
+                part.seqs.append(seq)
+                part.upto.append(upto)
+                part.max_nodes.append(batch.max_nodes[i])
+        return part
+
+    def _read(self, part: Batch) -> Tensor:
+        """What the head remembers of each sequence's last row."""
+        states = self._states(part)
+        packed = self._layout.pack(part, Draft.empty(len(part)))
+        memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
+        self._layout.advance(part)
+        ends = torch.tensor(packed.fed).cumsum(0) - 1
+        return memory[ends.to(memory.device)]
+
+    def _states(self, part: Batch) -> Tensor:
+        """The target's states of the rows before those about to be read, end to end."""
+        head, pieces = self._head, []
+        unknown = torch.zeros(1, head.input_size, dtype=head.dtype, device=head.device)
+        for seq, upto in zip(part.seqs, part.upto, strict=True):
+            known = self._known[seq]
+            pieces += known.take(self._layout.cached(seq) - 1, upto - 1, unknown)
+            known.drop(upto - 1)
+        return torch.cat(pieces).to(head.dtype)
+
+    def _rows(self, packed: Packed) -> Rows:
+        scale = self._head.config.shape.head_dim**-0.5
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            return self._layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
+
+        return Rows(packed.positions, attend)
+
+    def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
+        """Sampled requests get a chain: the noise picks one token at every place."""
+        return self._head.tree(max_nodes) if seq.params.greedy else Tree(max_nodes)
+
+    def _grow(self, growing: list[_GrowingTree], memory: Tensor) -> None:
+        """Level by level, all sequences together."""
+        tokens = torch.tensor([growth.seq.tokens[-1] for growth in growing], device=memory.device)
+        front = [(growth, -1) for growth in growing]
+        rows: Rows | None = None
+        for level in range(self._head.levels):
+            guess = self._head.step(level, memory[None], tokens[None], rows)
+            self._offer(front, torch.nan_to_num(guess.logits[0].float(), neginf=-torch.inf))
+            above = {place: n for n, place in enumerate(front)}
+            grown = dict.fromkeys(growth for growth, _ in front)
+            front = [(growth, node) for growth in grown for node in growth.tree.front]
+            if not front:
+                return
+            memory = guess.memory[0][[above[growth, growth.tree.above(node)] for growth, node in front]]
+            tokens = torch.tensor([p.tree.tokens[node] for p, node in front], device=memory.device)
+            rows = self._node_rows(front) if self._head.deep and level + 1 < self._head.levels else None
+
+    def _node_rows(self, front: list[tuple[_GrowingTree, int]]) -> Rows:
+        """Slots for the nodes in front, behind those expanded before."""
+        growing = [*dict.fromkeys(growth for growth, _ in front)]
+        part = Batch(
+            [p.seq for p in growing], [len(p.seq.tokens) for p in growing], [len(p.tree.expanded) for p in growing]
+        )
+        done = [len(p.tree.expanded) - len(p.tree.front) for p in growing]
+        return self._rows(self._layout.pack(part, _expanded([p.tree for p in growing]), done))
+
+    def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor) -> None:
+        """Add one level to every tree, from the head's logits at its front."""
+        rows = [SamplingRow(growth.seq, growth.tree.path(node)) for growth, node in front]
+        offers: dict[_GrowingTree, list[Offer]] = {}
+        for (growth, _), offer in zip(front, _offers(logits, rows), strict=True):
+            offers.setdefault(growth, []).append(offer)
+        if self._sampled:
+            drawn_from = probabilities(logits, rows)
+            for n, (growth, _) in enumerate(front):
+                growth.sources.append(drawn_from[n])
+        for growth, mine in offers.items():
+            growth.tree.grow(mine)
+
+    def _write(self, draft: Draft, i: int, growth: _GrowingTree) -> None:
+        tokens, parents = growth.tree.result()
+        draft.tokens[i].extend(tokens)
+        draft.parents[i].extend(parents)
+        if draft.sources is not None:
+            drawn = not growth.seq.params.greedy  # a node that was picked counts as drawn from itself
+            draft.sources[i].extend(growth.sources[: len(tokens)] if drawn else _certain(tokens, self._head.vocab))
+
+
+@dataclass(slots=True, eq=False)
+class _GrowingTree:
+    """A sequence and the tree that grows from its end."""
+
+    seq: Sequence
+    tree: Tree
+    sources: list[Tensor] = field(default_factory=list)  # of a chain, per level
+
+
+def _expanded(trees: list[Tree]) -> Draft:
+    """The nodes whose children were or are wanted, as a draft of their own."""
+    tokens, parents = [], []
+    for tree in trees:
+        place = {node: n for n, node in enumerate(tree.expanded)}
+        tokens.append([tree.tokens[node] for node in tree.expanded])
+        parents.append([place.get(tree.parents[node], -1) for node in tree.expanded])
+    return Draft(tokens, parents)
+
+
+def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
+    """The best tokens of each row, or the one that the request's noise picks."""
+    scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
+    values, ids = torch.log_softmax(scores, -1).topk(min(OFFERED, logits.shape[-1]))
+    offers = [
+        [(token, value) for token, value in zip(*both, strict=True) if value > -torch.inf]
+        for both in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+    drawn = [n for n, row in enumerate(rows) if not row.seq.params.greedy]
+    if drawn:
+        for n, token in zip(drawn, choose(logits[drawn], [rows[n] for n in drawn]), strict=True):
+            offers[n] = [(token, 0.0)]
+    return offers
+
+
+def _certain(tokens: list[int], vocab: int) -> list[Tensor]:
+    return [F.one_hot(torch.tensor(token), vocab).float() for token in tokens]

@@ -1,0 +1,82 @@
+"""The rows that host and device exchange for each batch slot: a control row to the device, a report row back.
+
+This is the only definition of their columns. The host and the torch twins index with the enums; kernels read the same
+numbers as constexpr globals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import triton.language as tl
+
+
+class Control(IntEnum):
+    """Columns of a control row, int32."""
+
+    FRESH = 0  # 1: the length is the one in this row; 0: the one on the device
+    LENGTH = 1  # tokens of the sequence
+    LIMIT = 2  # tokens it may have at most
+    MAX_NODES = 3  # draft nodes it may have in this step
+    TEMPERATURE = 4  # the bits of a float32
+    SEED_LOW = 5  # the seed, scrambled by rng.mix, in two halves
+    SEED_HIGH = 6
+    PAGES = 7  # the page table begins here
+
+
+class Report(IntEnum):
+    """Columns of a report row, int32, that do not depend on the number of nodes; see ReportColumns for the others."""
+
+    NUM_TOKENS = 0  # tokens the sequence gained
+    MAX_NODES = 1  # draft nodes it could have
+    FINITE = 2  # 1: all rows on the accepted path had finite logits; 0: the last one had not
+    TOKENS = 3  # the gained tokens begin here
+
+
+FRESH, LENGTH, LIMIT, MAX_NODES, TEMPERATURE, SEED_LOW, SEED_HIGH, PAGES = (tl.constexpr(int(c)) for c in Control)
+NUM_TOKENS, REPORT_MAX_NODES, FINITE, TOKENS = (tl.constexpr(int(c)) for c in Report)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportColumns:
+    """Where the parts of a report row begin: tokens, draft nodes, and of trees the nodes' parents and the path."""
+
+    rows: int  # per batch slot: its last token and its draft nodes
+    tree: bool
+
+    @property
+    def guesses(self) -> int:
+        """The draft nodes' tokens, one per node."""
+        return Report.TOKENS + self.rows
+
+    @property
+    def parents(self) -> int:
+        """The draft nodes' parents, -1 for the last token."""
+        return self.guesses + self.rows - 1
+
+    @property
+    def path(self) -> int:
+        """The rows of the accepted path: row 0 is the last token, row j node j - 1."""
+        return self.parents + self.rows - 1
+
+    @property
+    def total(self) -> int:
+        return self.path + self.rows if self.tree else self.parents
+
+
+def control_columns(fresh: bool, length: int, limit: int, max_nodes: int, temperature: float, seed: int) -> list[int]:
+    """The columns before the page table, in the order of Control; seed is scrambled already."""
+    bits = int(np.float32(temperature).view(np.int32))
+    low, high = (int(np.uint32(half).astype(np.int32)) for half in (seed & 0xFFFFFFFF, seed >> 32))
+    return [int(fresh), length, limit, max_nodes, bits, low, high]
+
+
+# A batch slot without a sequence: it feeds one token into the scratch page in every step.
+EMPTY_SLOT = control_columns(fresh=True, length=1, limit=1, max_nodes=0, temperature=0.0, seed=0)
+
+
+def seed_of(row: list[int]) -> int:
+    """The scrambled seed in a control row."""
+    return (row[Control.SEED_HIGH] & 0xFFFFFFFF) << 32 | (row[Control.SEED_LOW] & 0xFFFFFFFF)

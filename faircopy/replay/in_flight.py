@@ -1,0 +1,74 @@
+"""A captured step that was started and not collected yet, and what it reports when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from faircopy.capture import GraphState
+from faircopy.kernels.gpu.records import Report, ReportColumns
+from faircopy.types import Sequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step that was started; its report is on the host once `done` has happened."""
+
+    plan: StepPlan
+    batch_slots: dict[Sequence, int]
+    graph: GraphState
+    report: Tensor  # report rows, on the host
+    done: torch.cuda.Event | None  # None: there is no GPU and it is done already
+    rows: int  # rows the target computes, padding rows included
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether all its sequences have finished meanwhile."""
+        return all(seq.finished for seq in self.batch_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """What a step reports of one batch slot."""
+
+    tokens: list[int]
+    max_nodes: int
+    finite: bool
+    nodes: list[int]
+    parents: list[int]
+    path: list[int]  # accepted nodes
+    moved: int  # rows of keys that had to be moved into line
+
+    @classmethod
+    def of(cls, row: NDArray[np.int32], columns: ReportColumns) -> SlotReport:
+        def numbers(first: int, count: int) -> list[int]:
+            found: list[int] = row[first : first + count].tolist()
+            return found
+
+        count, max_nodes, finite = numbers(0, Report.TOKENS)
+        accepted = count - 1 if finite else count
+        tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, max_nodes)
+        parents, path = list(range(-1, max_nodes - 1)), list(range(accepted))
+        if columns.tree:
+            parents = numbers(columns.parents, max_nodes)
+            path = [place - 1 for place in numbers(columns.path + 1, accepted)]
+        moved = sum(node != place for place, node in enumerate(path))
+        found, above, places = _present(nodes, parents)
+        return cls(tokens, max_nodes, bool(finite), found, above, [places[node] for node in path], moved)
+
+
+def _present(nodes: list[int], parents: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
+    """The nodes that were drafted (not -1) and whose parents were, their new parents, and old node -> new node."""
+    places: dict[int, int] = {-1: -1}
+    found: list[int] = []
+    above: list[int] = []
+    for old, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+        if node >= 0 and parent in places:
+            places[old] = len(found)
+            found.append(node)
+            above.append(places[parent])
+    return found, above, places

@@ -1,0 +1,291 @@
+"""Captured steps: draft, verify and accept are replayed as one CUDA graph, and the host does not wait for the result.
+
+The host starts a step, starts the next one behind it, and only then collects the first one's report. Which sequence is
+in which batch slot, how long it may become and where its pages are is written to a control table before each start, so
+sequences join, leave and grow between replays of the same graph. Steps of finished sequences are computed and ignored.
+
+Where drafts vary in length a step is two graphs: the first drafts and packs the rows that were found end to end, the
+host reads how many, and the second verifies just those. It is started before the host collects the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from faircopy import rng
+from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.kernels.gpu import step
+from faircopy.kernels.gpu.attention import PATH
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
+from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.layout.paged import PagedLayout
+from faircopy.model.base import Model
+from faircopy.replay.in_flight import InFlightStep, SlotReport
+from faircopy.replay.steps import OneGraphStep, Step, Steps, TwoGraphStep, bucket_for
+from faircopy.types import Batch, Decision, Draft, FinishedStep, Sequence, StepPlan, Verdict
+from faircopy.verify.base import numerics_error
+
+TILE = 128  # query rows times heads per key head that a captured step verifies in one tile
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch slots that graphs are made for
+FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not packed
+
+
+class CapturedRunner:
+    """Owns the batch slots, the graphs and the host's side of both."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: PagedLayout,
+        drafter: CapturedDrafter,
+        num_slots: int,
+        max_nodes: int,
+        *,
+        pack_rows: bool = True,
+        expensive_drafts: bool = False,
+    ) -> None:
+        """For num_slots sequences of max_nodes nodes each, as memory was counted for; longer drafts run eagerly.
+
+        pack_rows: verify only the nodes that were found, where the drafter's number of nodes varies.
+        expensive_drafts: each level of a draft costs the host a pass of a network.
+        """
+        assert layout.suite is not None, "captured steps are made of kernels"
+        self._model, self._layout, self._drafter, self._tables = model, layout, drafter, layout.tables
+        self._suite, self._graphs = layout.suite, model.device.type == "cuda"
+        self._steps = Steps(model, layout, drafter)
+        self.max_nodes = min(max_nodes, _most_nodes(drafter, layout))
+        self._packs = pack_rows and drafter.variable_length and drafter.reads_hidden_states is None
+        self._expensive_drafts = expensive_drafts
+        self._buckets = [size for size in BUCKETS if size < num_slots] + [num_slots]
+        self._batch_slots = self._make_slots(num_slots)
+        self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._alive: list[Work] = []  # what graphs read must outlive them
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._controls = [self._on_host(self._batch_slots.control.shape) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._reports: dict[tuple[int, int, int], Tensor] = {}
+        self._num_rows = self._on_host(torch.Size([1]))
+        self._turn = 0  # which of the two host buffers the next step uses
+        self._around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
+        ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
+        return ready and self._will_take(batch)
+
+    def before_capture(self, batch: Batch) -> Batch:
+        """This batch as an eager step: if captured steps follow and drafting is expensive, one node per sequence."""
+        if not self._expensive_drafts or not self._will_take(batch):
+            return batch
+        return Batch(batch.seqs, batch.upto, [min(nodes, 1) for nodes in batch.max_nodes])
+
+    def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
+        """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's."""
+        slots = {seq: n if after is None else after.batch_slots[seq] for n, seq in enumerate(plan.seqs)}
+        graph, captured = self._graph(self._bucket(max(slots.values()) + 1, plan.k), plan.k)
+        self._turn = 1 - self._turn
+        self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
+        if after is None:
+            self._write_history(slots)
+            if self._drafter.reads_hidden_states is not None:
+                self._drafter.reads_hidden_states.assign(slots)
+        with self._around():
+            rows = captured.start()
+        report = self._report(graph)
+        report.copy_(graph.out, non_blocking=True)
+        return InFlightStep(plan, slots, graph, report, self._mark(), rows)
+
+    def collect(self, step: InFlightStep) -> FinishedStep:
+        """Wait for a step and return its results for the sequences that have not finished meanwhile."""
+        if step.done is not None:
+            step.done.synchronize()
+        reports, columns = step.report.numpy(), ReportColumns(step.graph.k + 1, step.graph.trees is not None)
+        batch, draft, decisions = Batch([], [], []), Draft([], []), []
+        for seq, slot in step.batch_slots.items():
+            if seq.finished is None:
+                report = SlotReport.of(reports[slot], columns)
+                batch.add(seq, len(seq.tokens), report.max_nodes)
+                draft.tokens.append(report.nodes)
+                draft.parents.append(report.parents)
+                decisions.append(self._commit(seq, report, step.graph.k))
+        useful = sum(len(nodes) + 1 for nodes in draft.tokens)
+        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
+
+    def warm(self, k: int) -> None:
+        """Capture all graphs for k nodes now rather than when they are first needed."""
+        k = min(k, self.max_nodes)
+        for size in reversed(self._buckets):
+            self._graph(self._bucket(size, k), k)[1].warm()
+
+    def around_steps(self, hook: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter hook() around the start of every later step, for example to time it on the device."""
+        self._around = hook
+
+    @property
+    def captured_sizes(self) -> dict[tuple[int, int], set[int]]:
+        """(batch slots, k) of all graphs made so far; of steps in two graphs, the numbers of rows of the second."""
+        return {size: set(step.captured_rows) for size, (_, step) in self._captured.items()}
+
+    def _will_take(self, batch: Batch) -> bool:
+        """Whether captured steps follow once this batch has been read."""
+        return (
+            len(batch) <= self._buckets[-1]
+            and max(batch.max_nodes) <= self.max_nodes
+            and all(_plain(seq) for seq in batch.seqs)
+        )
+
+    def _steady(self, batch: Batch, i: int) -> bool:
+        seq = batch.seqs[i]
+        return _plain(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+
+    def _commit(self, seq: Sequence, report: SlotReport, k: int) -> Decision:
+        """Note what the caches hold now, and return what the sequence gained."""
+        length, accepted = len(seq.tokens), len(report.path)
+        self._layout.set_cached(seq, length + accepted)
+        self._layout.moved += report.moved
+        self._drafter.commit(seq, length, accepted, k)
+        return Decision(report.path, report.tokens, error=None if report.finite else numerics_error(seq))
+
+    def _bucket(self, size: int, k: int) -> int:
+        """The number of batch slots a step runs with."""
+        return bucket_for(size, self._buckets, [known for known, nodes in self._captured if nodes == k])
+
+    def _make_slots(self, num_slots: int) -> step.BatchSlots:
+        device, context = self._model.device, self._model.context
+        columns = Control.PAGES + self._tables.pages_for(context)
+        control = torch.zeros(num_slots, columns, dtype=torch.int32, device=device)
+        lengths = torch.ones(num_slots, dtype=torch.int32, device=device)
+        history = torch.zeros(num_slots, context + 128, dtype=torch.int32, device=device)
+        return step.BatchSlots(control, lengths, history)
+
+    def _graph(self, size: int, k: int) -> tuple[GraphState, Step]:
+        if (size, k) not in self._captured:
+            graph = self._make_state(size, k)
+            self._captured[size, k] = (graph, self._make_step(graph))
+        return self._captured[size, k]
+
+    def _make_state(self, size: int, k: int) -> GraphState:
+        device, depth = self._model.device, self._drafter.tree_depth(k) if k else 0
+        inputs = step.StepInputs.empty(size, k + 1, device)
+        trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, depth) if depth else None
+        out = torch.zeros(size, ReportColumns(k + 1, bool(depth)).total, dtype=torch.int32, device=device)
+        slots, layout = self._batch_slots.part(size), self._layout
+        return GraphState(slots, inputs, out, self._suite, self._tables.page, layout.scratch, trees)
+
+    def _make_step(self, graph: GraphState) -> Step:
+        rows = graph.size * (graph.k + 1)
+        if self._packs and rows > FEW_ROWS:
+            return self._two_graphs(graph)
+        work = self._steps.chains(graph) if graph.trees is None else self._steps.trees(graph, graph.trees)
+        self._try(graph, work)
+        return OneGraphStep(self._capture(work), rows)
+
+    def _two_graphs(self, graph: GraphState) -> TwoGraphStep:
+        """A step in two graphs; the second is made for each number of rows when it is first needed."""
+        packed_rows = PackedRows.empty(graph.size, graph.k + 1, graph.out.device)
+        draft = self._steps.draft(graph, packed_rows)
+        self._try(graph, draft)
+        first = self._capture(draft)
+
+        def make(rows: int) -> Work:
+            verify = self._steps.verify(graph, packed_rows, rows)
+            self._try(graph, draft, verify)
+            return self._capture(verify)
+
+        return TwoGraphStep(first, lambda: self._read(packed_rows.total), make, packed_rows.ids.shape[0])
+
+    def _read(self, number: Tensor) -> int:
+        """A number on the device, once everything started before has run."""
+        self._num_rows.copy_(number, non_blocking=True)
+        done = self._mark()
+        if done is not None:
+            done.synchronize()
+        return int(self._num_rows)
+
+    def _try(self, graph: GraphState, *parts: Work) -> None:
+        """Run once with empty batch slots, which write to the scratch page, and leave the state of steps in flight."""
+        slots, reader = graph.batch_slots, self._drafter.reads_hidden_states
+        state = [slots.control, slots.lengths, slots.history, *(reader.buffers() if reader is not None else [])]
+        saved = [tensor.clone() for tensor in state]
+        self._write_control(graph, {}, [], fresh=True)
+        for work in parts:
+            work()
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
+
+    def _capture(self, work: Work) -> Work:
+        """The same work as a graph, where there are graphs."""
+        if not self._graphs:
+            return work
+        recording = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recording, pool=self._pool):
+            work()
+        self._alive.append(work)
+        return recording.replay
+
+    def _write_control(self, graph: GraphState, slots: dict[Sequence, int], max_nodes: list[int], fresh: bool) -> None:
+        """Write the control rows of all batch slots of a graph, empty ones included."""
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        control = self._controls[self._turn]
+        table = control.numpy()[: graph.size]
+        table[:, : Control.PAGES] = EMPTY_SLOT
+        table[:, Control.PAGES :] = graph.scratch // graph.page
+        for (seq, slot), nodes in zip(slots.items(), max_nodes, strict=True):
+            self._write_row(table[slot], seq, nodes, fresh)
+        graph.batch_slots.control.copy_(control[: graph.size], non_blocking=True)
+        self._copied[self._turn] = self._mark()
+
+    def _write_row(self, row: NDArray[np.int32], seq: Sequence, max_nodes: int, fresh: bool) -> None:
+        temperature, seed = seq.params.temperature, rng.mix(seq.seed)
+        row[: Control.PAGES] = control_columns(fresh, len(seq.tokens), seq.limit, max_nodes, temperature, seed)
+        pages = self._tables.table(seq)
+        row[Control.PAGES : Control.PAGES + len(pages)] = pages
+
+    def _write_history(self, slots: dict[Sequence, int]) -> None:
+        """Write the texts so far to the device: n-gram lookup and draft heads read them there."""
+        rows = np.concatenate([np.full(len(seq.tokens), slot) for seq, slot in slots.items()])
+        cols = np.concatenate([np.arange(len(seq.tokens)) for seq in slots])
+        text = np.concatenate([np.array(seq.tokens, np.int32) for seq in slots])
+        history = self._batch_slots.history
+        where = tuple(torch.from_numpy(part).to(history.device) for part in (rows, cols))
+        history.index_put_(where, torch.from_numpy(text).to(history.device))
+
+    def _report(self, graph: GraphState) -> Tensor:
+        key = (graph.size, graph.k, self._turn)
+        if key not in self._reports:
+            self._reports[key] = self._on_host(graph.out.shape)
+        return self._reports[key]
+
+    def _on_host(self, shape: torch.Size) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self._graphs)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind everything started so far; None without a GPU."""
+        if not self._graphs:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _plain(seq: Sequence) -> bool:
+    """Whether its tokens can be chosen without the host."""
+    params = seq.params
+    return not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
+
+
+def _most_nodes(drafter: CapturedDrafter, layout: PagedLayout) -> int:
+    """Nodes that a captured step can have: a chain's rows are one tile, a tree's paths fit their table."""
+    in_a_tile = max(1, TILE // max(shape.group for shape in layout.layers) - 1)
+    if drafter.max_nodes is None:
+        return in_a_tile
+    return min(drafter.max_nodes, PATH if drafter.tree_depth(drafter.max_nodes) else in_a_tile)
