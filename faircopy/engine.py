@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from faircopy.drafters.base import Drafter
 from faircopy.layout.base import Layout
-from faircopy.layout.tables import Tables
+from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
 from faircopy.model.runner import Runner
 from faircopy.requests import check_request, token_limit
@@ -24,7 +24,7 @@ class Engine:
     def __init__(
         self,
         target: Runner,
-        tables: Tables,
+        tables: BlockTables,
         drafter: Drafter,
         verifier: Verifier,
         scheduler: Scheduler,

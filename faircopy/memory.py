@@ -10,9 +10,9 @@ from faircopy.config import EngineConfig
 from faircopy.drafters.heads import Head
 from faircopy.errors import ConfigError
 from faircopy.layout.base import kv_bytes_per_token
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
 from faircopy.types import Batch, Draft, Request, Sequence
@@ -40,7 +40,7 @@ def pass_bytes(model: Model, tokens: int) -> int:
     Twice that: a captured step keeps its own memory, and the host may read prompts beside it.
     """
     prompt = tuple(n % model.vocab for n in range(max(1, min(tokens, model.context - 1))))
-    tables = Tables(PagePool(-(-len(prompt) // PAGE_TOKENS)), PAGE_TOKENS, reuse=False)
+    tables = BlockTables(PagePool(-(-len(prompt) // PAGE_TOKENS)), PAGE_TOKENS, reuse=False)
     runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device))
     seq = Sequence(0, Request(prompt), list(prompt))
     tables.open(seq)

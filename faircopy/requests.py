@@ -10,7 +10,7 @@ from typing import Any
 
 from faircopy import rng
 from faircopy.errors import ConfigError, OutOfPages, RequestError
-from faircopy.layout.tables import Tables
+from faircopy.layout.block_tables import BlockTables
 from faircopy.model.base import Model
 from faircopy.text import IncrementalText
 from faircopy.types import Request, SamplingParams
@@ -126,7 +126,7 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def check_request(request: Request, model: Model, tables: Tables) -> None:
+def check_request(request: Request, model: Model, tables: BlockTables) -> None:
     """Refuse what can never be served, naming the field."""
     params, length = request.params, len(request.prompt)
     if not length:

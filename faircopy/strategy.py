@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from faircopy.config import EngineConfig
 from faircopy.drafters.heads import Head
 from faircopy.layout.base import Layout
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.papers.dense import AlignedLayout, DenseLayout, SharedLayout
 from faircopy.papers.policies import SameLength, WholeBatches
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
 
 # For a model, or for a draft model; with kernels of one's own instead of the device's, where a layout has kernels.
-MakeLayout = Callable[[Tables, Model, EngineConfig, bool, "Suite | None"], Layout]
+MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], Layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Strategy:
     dense: bool = True
     same_length: bool = False
 
-    def tables(self, pool: PagePool, config: EngineConfig) -> Tables:
-        return RowTables(pool, config.page) if self.dense else Tables(pool, config.page, config.prefix_reuse)
+    def tables(self, pool: PagePool, config: EngineConfig) -> BlockTables:
+        return RowTables(pool, config.page) if self.dense else BlockTables(pool, config.page, config.prefix_reuse)
 
     def tokens(self, context: int, config: EngineConfig) -> int:
         """How many tokens' keys a full batch could ever use; a shared length may be k + 1 times that of its rows."""
@@ -44,7 +44,7 @@ class Strategy:
         width = context * (config.k + 1) if self.dense else -(-context // config.page) * config.page
         return rows * width
 
-    def pages(self, tables: Tables, head: Head, config: EngineConfig, suite: Suite | None) -> PagedLayout:
+    def pages(self, tables: BlockTables, head: Head, config: EngineConfig, suite: Suite | None) -> PagedLayout:
         """A head's cache: in the target's own pages, or in pages beside its rectangle."""
         held = tables.paged() if isinstance(tables, RowTables) else tables
         return _paged(held, head, config, True, suite)
@@ -57,13 +57,13 @@ class Strategy:
 
 
 def _paged(
-    tables: Tables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None
+    tables: BlockTables, model: Model | Head, config: EngineConfig, drafting: bool, suite: Suite | None
 ) -> PagedLayout:
     return PagedLayout(tables, model.layers, model.dtype, model.device, config.exact, suite)
 
 
 def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
-    def make(tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
+    def make(tables: BlockTables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None) -> Layout:
         assert isinstance(tables, RowTables)
         return kind(tables, model.layers, model.dtype, model.device, packs)
 
@@ -71,7 +71,7 @@ def _dense(kind: type[DenseLayout], packs: bool) -> MakeLayout:
 
 
 def _aligned(
-    tables: Tables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
+    tables: BlockTables, model: Model, config: EngineConfig, drafting: bool, suite: Suite | None, lazy: bool
 ) -> Layout:
     """In EQSPEC only the draft skips sequences that are done before their batch is."""
     assert isinstance(tables, RowTables)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
 from faircopy.strategy import STRATEGIES
@@ -162,7 +162,7 @@ def compare_rows(model: Model, lengths: tuple[int, ...], widths: tuple[int, ...]
 
 
 def bench_of(model: Model) -> tuple[Runner, Callable[[list[int]], Sequence]]:
-    tables = Tables(PagePool(64), 32, reuse=False)
+    tables = BlockTables(PagePool(64), 32, reuse=False)
     runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU))
 
     def start(tokens: list[int]) -> Sequence:

@@ -22,9 +22,9 @@ from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model, Taps
 from faircopy.model.runner import Runner
 from faircopy.testing import Plain, SpyDrafter, TableModel
@@ -92,7 +92,7 @@ def test_preemption_chunks_and_reuse_change_nothing(checkpoint: Callable[..., st
 def states_from_scratch(model: Model, head: Head, tokens: list[int]) -> torch.Tensor:
     """What the head reads beside these tokens, with nothing kept from before."""
     taps = Taps(head.wants)
-    tables = Tables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
+    tables = BlockTables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, CPU)
     seq = Sequence(0, Request(tuple(tokens)), tokens)
     tables.open(seq)
@@ -380,7 +380,7 @@ def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., 
 
 def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:
     """The target's states over a short text, by either decoder."""
-    tables = Tables(PagePool(4), 32, reuse=False)
+    tables = BlockTables(PagePool(4), 32, reuse=False)
     runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU, False, suite), head.wants)
     seq = Sequence(0, Request((3, 1, 4, 1, 5)), [3, 1, 4, 1, 5])
     tables.open(seq)

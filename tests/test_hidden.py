@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import FINAL, Model
 from faircopy.model.runner import Result, Runner
 from faircopy.types import Batch, Draft, Request, Sequence
@@ -20,7 +20,7 @@ WANTS = (0, 1, 2, FINAL)
 
 
 def pass_over(model: Model, texts: list[list[int]], draft: Draft) -> Result:
-    tables = Tables(PagePool(16), 32, reuse=False)
+    tables = BlockTables(PagePool(16), 32, reuse=False)
     runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU), WANTS)
     seqs = [Sequence(0, Request(tuple(text)), list(text)) for text in texts]
     for seq in seqs:
@@ -49,7 +49,7 @@ def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], nam
 
 def test_nobody_asks_and_nothing_is_kept(checkpoint: Callable[..., str]) -> None:
     model = load(checkpoint("llama"))
-    tables = Tables(PagePool(1), 32)
+    tables = BlockTables(PagePool(1), 32)
     runner, seq = Runner(model, PagedLayout(tables, model.layers, model.dtype, CPU)), Sequence(0, Request((1,)), [1])
     tables.open(seq)
     tables.reserve(seq, 1)

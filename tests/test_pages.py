@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faircopy.engine import Engine
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.testing import TableModel
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import assert_same, engine_of, random_prompts, references, scripted
@@ -21,7 +21,7 @@ def a_sequence(tokens: list[int]) -> Sequence:
 
 
 def test_a_sequence_grows_in_one_run_beside_others() -> None:
-    tables = Tables(PagePool(64), 4)
+    tables = BlockTables(PagePool(64), 4)
     seqs = [a_sequence([n]) for n in range(4)]
     for seq in seqs:
         tables.open(seq)
@@ -35,7 +35,7 @@ def test_a_sequence_grows_in_one_run_beside_others() -> None:
 
 
 def test_too_much_is_refused_and_changes_nothing() -> None:
-    tables = Tables(PagePool(4), 4)
+    tables = BlockTables(PagePool(4), 4)
     one, two = a_sequence([1]), a_sequence([2])
     for seq in (one, two):
         tables.open(seq)
@@ -52,7 +52,7 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
 
 
 def test_known_pages_are_shared_kept_and_given_up_when_needed() -> None:
-    tables = Tables(PagePool(4), 4)
+    tables = BlockTables(PagePool(4), 4)
     tokens = list(range(10))
     one, two = a_sequence(tokens), a_sequence([*tokens[:9], 99])
     assert tables.open(one) == 0
@@ -76,7 +76,7 @@ def test_known_pages_are_shared_kept_and_given_up_when_needed() -> None:
 
 
 def test_the_last_token_is_never_taken_as_known() -> None:
-    tables = Tables(PagePool(4), 4)
+    tables = BlockTables(PagePool(4), 4)
     one = a_sequence([1, 2, 3, 4])
     tables.open(one)
     tables.reserve(one, 4)

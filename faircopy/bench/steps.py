@@ -10,9 +10,9 @@ import torch
 from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.layout.base import Packed, kv_bytes_per_token
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.model.weights import DenseModel
 from faircopy.types import Batch, Draft, Request, Sequence
@@ -67,7 +67,7 @@ def pass_ms(model: Model, batch: int, rows: int, context: int, first: bool = Fal
 
 def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
     """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
-    tables = Tables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
+    tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)
     for layer in range(len(model.layers)):
         for pool in layout.pools(layer):
@@ -80,7 +80,7 @@ def scene(model: Model, batch: int, rows: int, context: int, first: bool = False
     return layout, layout.pack(Batch(seqs, [context] * batch, room), Draft.chains(nodes))
 
 
-def _sequence(n: int, length: int, tables: Tables, room: int) -> Sequence:
+def _sequence(n: int, length: int, tables: BlockTables, room: int) -> Sequence:
     seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
     tables.open(seq)
     tables.reserve(seq, room)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
-from faircopy.layout.tables import Tables
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class PagedLayout:
 
     def __init__(
         self,
-        tables: Tables,
+        tables: BlockTables,
         layers: list[LayerShape],
         dtype: torch.dtype,
         device: torch.device,
@@ -41,8 +41,7 @@ class PagedLayout:
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
         self.healthy: Tensor | None = None
-        # First slot of the scratch page for padding rows, which the pool does not know; its contents never affect a real
-        # sequence.
+        # First slot of the scratch page for padding rows; its contents never affect a real sequence.
         self.scratch = tables.pool.pages * tables.page
         kind = cache_dtype(dtype, device)
         shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from faircopy.errors import UnsupportedModel
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
 from faircopy.model.universal import REMEDY, Universal
@@ -79,12 +79,12 @@ def _one_by_one(model: Model, tokens: list[int], exact: bool) -> Tensor:
 
 @contextmanager
 def _scratch(model: Model, exact: bool) -> Iterator[tuple[Runner, _Start]]:
-    tables = Tables(PagePool(_PAGES), _PAGE, reuse=False)
+    tables = BlockTables(PagePool(_PAGES), _PAGE, reuse=False)
     yield Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, exact)), _Start(tables)
 
 
 class _Start:
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def __call__(self, tokens: list[int]) -> Sequence:

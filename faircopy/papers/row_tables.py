@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.types import Sequence
 
 
@@ -16,7 +16,7 @@ class RowLayout(Protocol):
         """How wide the rectangle must be for this sequence to become this long."""
 
 
-class RowTables(Tables):
+class RowTables(BlockTables):
     """Counts a rectangle in pages: a row per sequence, all as wide as the widest; no page is shared.
 
     A draft head has pages of its own beside it (`paged`), as many as the rectangle: no row is shorter than its text, so
@@ -26,7 +26,7 @@ class RowTables(Tables):
     def __init__(self, pool: PagePool, page: int) -> None:
         super().__init__(pool, page, reuse=False)
         self.layouts: list[RowLayout] = []
-        self._beside: Tables | None = None
+        self._beside: BlockTables | None = None
         self._needs: dict[Sequence, int] = {}
         self._held = 0  # pages every row has
 
@@ -35,9 +35,9 @@ class RowTables(Tables):
         """Tokens that fit."""
         return self.pool.pages * self.page
 
-    def paged(self) -> Tables:
+    def paged(self) -> BlockTables:
         """Pages for the same sequences, held and given back with their rows."""
-        self._beside = Tables(PagePool(self.pool.pages), self.page, reuse=False)
+        self._beside = BlockTables(PagePool(self.pool.pages), self.page, reuse=False)
         return self._beside
 
     def open(self, seq: Sequence) -> int:

@@ -14,9 +14,9 @@ from faircopy import rng
 from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.kernels.gumbel import gumbel
 from faircopy.layout.base import Cache, LayerShape, Packed
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.layout.tables import Tables
 from faircopy.model.base import FINAL, Model, Taps, TokenWeights
 from faircopy.model.runner import Result, Runner
 from faircopy.types import Batch, Draft, FinishReason, Logprobs, Request, SamplingParams, Sequence, Verdict
@@ -137,7 +137,7 @@ def cacheless(model: Model, exact: bool = True) -> Forward:
     """A model's logits at every token of a text, computed in one go with nothing kept."""
 
     def forward(tokens: list[int]) -> Tensor:
-        tables = Tables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
+        tables = BlockTables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
         runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, exact))
         seq = Sequence(0, Request(tuple(tokens), SamplingParams(prompt_logprobs=0)), list(tokens))
         tables.open(seq)

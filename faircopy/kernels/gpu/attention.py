@@ -213,8 +213,8 @@ def _attend(
     PRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, key head, split). Without SPLIT: all blocks, merged as they come. With it: every splits-th
-    block goes to `parts`, and the program that arrives last merges them. LEAVES: tiles that end early leave their state in
-    `left` and `sums`; a TAIL goes on from there."""
+    block goes to `parts`, and the program that arrives last merges them. LEAVES: tiles that end early leave their
+    state in `left` and `sums`; a TAIL goes on from there."""
     GROUP: tl.constexpr = HEADS // KV
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     places = tl.arange(0, BM)

@@ -8,7 +8,7 @@ from faircopy.layout.pool import PagePool
 from faircopy.types import Sequence
 
 
-class Tables:
+class BlockTables:
     """Block tables over one pool. Every model's cache of a sequence lies at the same slots."""
 
     def __init__(self, pool: PagePool, page: int, reuse: bool = True) -> None:
