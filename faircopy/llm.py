@@ -31,6 +31,7 @@ from faircopy.types import FinishReason, Logprobs, Request, SamplingParams, Sequ
 
 Prompt = str | Seq[int]
 Message = dict[str, Any]
+BACKENDS = {"Decoder": "eager decoder", "Fused": "fused decoder", "Universal": "transformers"}
 
 
 @dataclass(slots=True)
@@ -204,7 +205,7 @@ class LLM:
         tables, model = self.engine.tables, self.model
         return {
             "target": model.name,
-            "door": type(model).__name__,
+            "backend": BACKENDS.get(type(model).__name__, type(model).__name__),
             "drafter": type(self.engine.drafter).__name__,
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),
