@@ -66,6 +66,7 @@ def test_files_and_out(call, tmp_path: Path) -> None:  # type: ignore[no-untyped
     )
     assert (code, printed) == (0, "")
     assert json.loads(explained)["drafter"] == "ModelDrafter"
+    assert json.loads(explained)["backend"] == "eager decoder"
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["A frog", "Tom had", "The dog"]
 
 

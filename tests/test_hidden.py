@@ -1,4 +1,4 @@
-"""Hidden states for drafters: the same rows from either door, in any company, for fed tokens and nodes alike."""
+"""Hidden states for drafters: the same rows from either backend, in any company, for fed tokens and nodes alike."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def pass_over(model: Model, texts: list[list[int]], draft: Draft) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [("llama", "decoder"), ("llama", "universal"), ("gpt_neox", "universal"), ("qwen3", "decoder")]
+    ("name", "backend"),
+    [("llama", "decoder"), ("llama", "transformers"), ("gpt_neox", "transformers"), ("qwen3", "decoder")],
 )
-def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], name: str, door: str) -> None:
-    model, stock = load(checkpoint(name), door=door), build(name)
+def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], name: str, backend: str) -> None:
+    model, stock = load(checkpoint(name), backend=backend), build(name)
     text, tail = [3, 1, 4, 1, 5], [9, 2, 6]
     result = pass_over(model, [[7, 7], text], Draft.chains([[], tail]))
     whole = stock(torch.tensor([text + tail]), output_hidden_states=True)

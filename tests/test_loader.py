@@ -56,23 +56,23 @@ def test_what_is_served_passes_its_own_test(checkpoint: Callable[..., str], name
         self_test(load(checkpoint(name), dtype), exact=True)
 
 
-def test_the_family_goes_through_our_decoder_and_others_through_the_universal_door(
+def test_the_family_runs_on_our_decoder_and_others_on_the_transformers_backend(
     checkpoint: Callable[..., str],
 ) -> None:
     ours = {"llama", "mistral_window", "qwen2", "qwen3", "glm", "glm4", "phi3", "granite", "smollm3"}
     for name in ours:
         assert isinstance(load(checkpoint(name)), Decoder), name
-        assert isinstance(load(checkpoint(name), door="universal"), Universal)
+        assert isinstance(load(checkpoint(name), backend="transformers"), Universal)
     for name in ("gpt2", "gemma2", "qwen3_moe", "olmo2"):
         assert isinstance(load(checkpoint(name)), Universal), name
     assert {ZOO[name]().model_type for name in ours} <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["llama_yarn", "qwen3", "glm4", "phi3", "granite", "smollm3", "gemma", "seed_oss"])
-def test_both_doors_lead_to_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
+def test_both_backends_write_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
     texts = []
-    for door in ("decoder", "universal"):
-        llm = LLM(load(checkpoint(name), door=door), draft="ngram", memory="32MiB")
+    for backend in ("decoder", "transformers"):
+        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=20))])
     assert texts[0] == texts[1]
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model: through our decoder where the family is ours, else through the universal door."""
+"""From a checkpoint to a model: on our decoder where it knows the family, else on the transformers backend."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from faircopy.model.base import Model
 from faircopy.model.decoder import Decoder, eager_weights
 from faircopy.model.weights import FAMILIES, DenseModel, Source, Tensors, decoder_spec, head_size
 
-Door = Literal["auto", "decoder", "universal"]
+Backend = Literal["auto", "decoder", "transformers"]  # our decoder, or transformers' own modules
 
 
 def load_model(
-    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, door: Door = "auto"
+    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, backend: Backend = "auto"
 ) -> Model:
     """A model from a folder or a hub id; dtype None: the checkpoint's, or float32 where that has no native products."""
     folder = find_checkpoint(path)
     config = load_config(folder)
     kind = dtype or native_dtype(checkpoint_dtype(config), device)
-    if door == "decoder" or (door == "auto" and fits_decoder(config)):
+    if backend == "decoder" or (backend == "auto" and fits_decoder(config)):
         return _load_decoder(path, folder, config, kind, device, exact)
     return _load_universal(path, folder, kind, device, exact)
 
