@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from faircopy.config import EngineConfig
-from faircopy.draft_length import DraftLengths, FixedLength
+from faircopy.draft_length import DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
@@ -94,8 +94,9 @@ def build_engine(
     drafter = drafter or NoDrafter()
     runner.wants = drafter.wants
     captured = None if sampled or not config.graphs else build_captured(runner, drafter, config)
-    lengths, policy = draft_lengths or FixedLength(config.k), strategy.policy(config)
-    scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured)
+    plain = type(drafter) is NoDrafter  # a subclass may draft
+    lengths = NoLength() if plain else draft_lengths or FixedLength(config.k)
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, captured, draft_layouts)

@@ -15,6 +15,13 @@ class DraftLengths(Protocol):
         """A number of nodes for each of these sequences, which are the candidates for one step."""
 
 
+class NoLength:
+    """No nodes: plain decoding, whatever number a request asked for."""
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [0] * len(seqs)
+
+
 class FixedLength:
     """k nodes for every sequence, unless its request asked for a number of its own."""
 

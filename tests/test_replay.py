@@ -259,6 +259,16 @@ def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untype
     assert seen == {(4, 3, 3), (4, 2, 2)}
 
 
+@pytest.mark.parametrize("k", [None, 2])
+def test_plain_decoding_feeds_one_row_per_sequence_whatever_k_is(pair, plain, k) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, None, k=4)
+    engine.captured.warm(4)
+    starts = count_starts(engine)
+    assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
+    assert len(starts) > 10 and {k for _, k in engine.captured.captured_sizes} == {0}
+    assert engine.meter.drafted == 0
+
+
 class Repeats(NoDrafter):
     """A user's drafter: the last token again and again. It inherits everything but `propose`."""
 

@@ -11,13 +11,13 @@ from faircopy.types import Sequence
 
 
 class CapturedNothing(CapturedDrafter):
-    """Plain decoding: every node is -1, which no target chooses."""
+    """Plain decoding: steps without nodes."""
+
+    max_nodes = 0
 
     def plan_fill(self, graph: GraphState) -> Work:
-        def fill() -> None:
-            graph.inputs.ids[:, 1:] = -1
-
-        return fill
+        assert graph.k == 0, "plain decoding has no nodes"
+        return lambda: None
 
 
 class CapturedNgram(CapturedDrafter):
