@@ -288,7 +288,15 @@ class Lookup(NgramDrafter):
     asked = 0
 
 
-@pytest.mark.parametrize("drafter", [Repeats, Lookup])
+class Mixed(Repeats, NgramDrafter):
+    """The same by a parent class: `propose` of the first, and nothing that the second could capture."""
+
+    def __init__(self) -> None:
+        NgramDrafter.__init__(self)
+        self.asked = 0
+
+
+@pytest.mark.parametrize("drafter", [Repeats, Lookup, Mixed])
 def test_a_drafter_with_its_own_propose_is_asked_by_the_host(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
     """It must not be captured because a parent class could be: then `propose` would never be called."""
     own = drafter()

@@ -23,9 +23,9 @@ class Drafter(ABC):
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class with a `propose` of its own does not inherit `capture`: captured steps would not ask `propose`."""
+        """A `propose` does not go with the `capture` of a parent class: captured steps would never ask `propose`."""
         super().__init_subclass__(**options)
-        if "propose" in cls.__dict__ and "capture" not in cls.__dict__:
+        if _place(cls, "propose") < _place(cls, "capture"):
             cls.capture = Drafter.capture  # type: ignore[method-assign]
 
     @abstractmethod
@@ -41,6 +41,11 @@ class Drafter(ABC):
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         """The same drafter inside captured steps of up to num_slots sequences; None: it is asked by the host."""
         return None
+
+
+def _place(kind: type, method: str) -> int:
+    """Where in the order of inheritance a method is defined."""
+    return next(n for n, parent in enumerate(kind.__mro__) if method in parent.__dict__)
 
 
 class NoDrafter(Drafter):

@@ -83,7 +83,7 @@ class HeadDrafter(Drafter):
         return CapturedHead(self._head, self._layout, self._rows, self._known, num_slots)
 
     def _readable(self, batch: Batch) -> Batch:
-        """Sequences with states to read, if they are to guess now or much is waiting."""
+        """Sequences with states to read, if they get a draft now or many states wait."""
         part = Batch([], [], [])
         for i, seq in enumerate(batch.seqs):
             known = self._known.get(seq)
@@ -93,9 +93,7 @@ class HeadDrafter(Drafter):
             upto = min(batch.upto[i], known.end + 1, cached + self._chunk)
             ready = bool(batch.max_nodes[i]) and batch.complete(i)
             if upto > cached and (ready or upto - cached >= MAX_UNREAD):
-                part.seqs.append(seq)
-                part.upto.append(upto)
-                part.max_nodes.append(batch.max_nodes[i])
+                part.add(seq, upto, batch.max_nodes[i])
         return part
 
     def _read(self, part: Batch) -> Tensor:
@@ -144,17 +142,18 @@ class HeadDrafter(Drafter):
             if not front:
                 return
             memory = guess.memory[0][[above[growth, growth.tree.above(node)] for growth, node in front]]
-            tokens = torch.tensor([p.tree.tokens[node] for p, node in front], device=memory.device)
+            tokens = torch.tensor([growth.tree.tokens[node] for growth, node in front], device=memory.device)
             rows = self._node_rows(front) if self._head.deep and level + 1 < self._head.levels else None
 
     def _node_rows(self, front: list[tuple[_GrowingTree, int]]) -> Rows:
         """Slots for the nodes in front, behind those expanded before."""
         growing = [*dict.fromkeys(growth for growth, _ in front)]
-        part = Batch(
-            [p.seq for p in growing], [len(p.seq.tokens) for p in growing], [len(p.tree.expanded) for p in growing]
-        )
-        done = [len(p.tree.expanded) - len(p.tree.front) for p in growing]
-        return self._rows(self._layout.pack(part, _expanded([p.tree for p in growing]), done))
+        part = Batch([], [], [])
+        for growth in growing:
+            part.add(growth.seq, len(growth.seq.tokens), len(growth.tree.expanded))
+        trees = [growth.tree for growth in growing]
+        done = [len(tree.expanded) - len(tree.front) for tree in trees]
+        return self._rows(self._layout.pack(part, _expanded(trees), done))
 
     def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor) -> None:
         """Add one level to every tree, from the head's logits at its front."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """Feeds what it has not cached, then guesses token by token with the target's own parameters and noise.
+    """Feeds the tokens it has not cached, then drafts token by token with the target's own parameters and noise.
 
     A prompt, a rejection and a full acceptance look the same to it: uncached tokens.
     """
@@ -86,9 +86,7 @@ class ModelDrafter(Drafter):
             if max_nodes < 0 or max(seq.tokens[cached:upto], default=0) >= self._runner.model.vocab:
                 self._mute.add(seq)
             elif upto > cached:
-                part.seqs.append(seq)
-                part.upto.append(upto)
-                part.max_nodes.append(max_nodes)
+                part.add(seq, upto, max_nodes)
         return part
 
     def _guess(self, draft: Draft, places: list[tuple[int, Sequence, Tensor]]) -> None:

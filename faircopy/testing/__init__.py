@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.base import Drafter
 from faircopy.kernels.gumbel import gumbel
 from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.layout.block_tables import BlockTables
@@ -68,7 +68,7 @@ class SpyDrafter(Drafter):
         self.inner.forget(seq)
 
 
-class ScriptedDrafter(NoDrafter):
+class ScriptedDrafter(Drafter):
     """Knows how each text goes on and how many of its guesses should be right.
 
     script(seq, max_nodes) -> (nodes, right nodes).

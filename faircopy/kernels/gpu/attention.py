@@ -99,7 +99,7 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
 
 
 def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int) -> PagePlan:
-    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured and is aimed at every step."""
+    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured; see set_base."""
     (size, rows), device = paths.shape[:2], tables.device
     blocks, height = -(-context // block_length(dim)), min(power(rows), tile_height(group))
     tiles = -(-rows // height)
@@ -118,8 +118,8 @@ def tree_plan(paths: Tensor, tables: Tensor, page: int, context: int, group: int
 
 
 def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
-    """Let a tree's plan know that nodes begin at base [B]; blocks of `step` keys before that are shared."""
-    assert plan.tails is not None and plan.tails.bases is not None, "only trees are aimed"
+    """Set the positions base [B] where nodes begin in a plan for trees; blocks of `step` keys before are shared."""
+    assert plan.tails is not None and plan.tails.bases is not None, "only a plan for trees has a base"
     block, size = (base // step)[:, None], base.shape[0]
     plan.ranges.view(size, -1, 2)[..., 1] = block
     plan.tails.ranges.view(size, -1, 2)[..., 0] = block

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu import attention, heads, norm, packing, pick, step, tree
+from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.step import BatchSlots, StepInputs
+from faircopy.kernels.gpu.tree import TreeNodes
+
+
+class Pick(Protocol):
+    """A token per row, see pick.pick."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        keys: Tensor,
+        vocab: int | None = None,
+        out: Tensor | None = None,
+        strict: bool = False,
+    ) -> Tensor: ...
+
+
+class Accept(Protocol):
+    """Judges chains, see step.accept."""
+
+    def __call__(
+        self, batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +45,15 @@ class Suite:
     add_norm: Callable[..., Tensor]
     place: Callable[..., Tensor]
     attend: Callable[..., Tensor]
-    pick: Callable[..., Tensor]
-    offer: Callable[..., tuple[Tensor, Tensor]]
-    prepare: Callable[..., None]
-    lookup: Callable[..., None]
-    pack: Callable[..., None]
-    accept: Callable[..., None]
-    place_nodes: Callable[..., None]
-    accept_tree: Callable[..., None]
-    compact: Callable[..., None]
+    pick: Pick
+    offer: Callable[[Tensor, Tensor, Tensor, int, int | None], tuple[Tensor, Tensor]]
+    prepare: Callable[[BatchSlots, StepInputs, int, int], None]
+    lookup: Callable[[BatchSlots, StepInputs, int, int], None]
+    pack: Callable[[BatchSlots, StepInputs, PackedRows, int], None]
+    accept: Accept
+    place_nodes: Callable[[BatchSlots, StepInputs, TreeNodes], None]
+    accept_tree: Callable[[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor], None]
+    compact: Callable[[BatchSlots, TreeNodes, Tensor, int], None]
 
 
 KERNELS = Suite(
