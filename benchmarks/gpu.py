@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
+from benchmarks.widen import read_checkpoint, widened_config, widened_model, widened_state
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
@@ -58,7 +58,7 @@ class Session:
             shapes = (TINY, TINY) if self.args.small else tuple(QWEN3.values())
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
             pair = [
-                inflated_model(source, shape, dtype=kind, device=self.device)
+                widened_model(source, shape, dtype=kind, device=self.device)
                 for source, shape in zip((bundled.target(), bundled.draft()), shapes, strict=True)
             ]
             for model in pair:
@@ -253,10 +253,10 @@ def stock(source: str, shape: dict[str, Any], device: str) -> Any:
 
     state, config = read_checkpoint(source)
     kind = torch.float32 if device == "cpu" else torch.bfloat16
-    wide = inflated_config(config, shape)
+    wide = widened_config(config, shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(wide, dtype=kind)
-    model.load_state_dict(inflated_state(state, config, shape, dtype=kind, device=device), assign=True, strict=False)
+    model.load_state_dict(widened_state(state, config, shape, dtype=kind, device=device), assign=True, strict=False)
     model.tie_weights()
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(wide)  # its buffers are in no state

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
-from benchmarks.inflate import inflated_model
+from benchmarks.widen import widened_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
 from faircopy.build import build_engine
@@ -104,7 +104,7 @@ def drafter(args: argparse.Namespace, variant: str, small_target: Model, target:
     folder = str(args.work / folder_of(variant))
     if variant == "draft":
         kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
-        return inflated_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
+        return widened_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
     small = load_head(folder, small_target).to(target.dtype)
     return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.token_weights())
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     plain: dict[int, list[list[int]]] = {}
     small = load_model(args.target, kind, device)
-    target = inflated_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
+    target = widened_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
     for variant, k, tree in speeds():
         if time.time() > args.deadline or (variant and not (args.work / folder_of(variant) / "config.json").exists()):
             continue

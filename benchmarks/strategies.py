@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.inflate import inflated_model
+from benchmarks.widen import widened_model
 from faircopy import bundled
 from faircopy.bench.pair import Pair, load_pair
 from faircopy.bench.record import append
@@ -54,8 +54,8 @@ def widened_pair(target: Any, draft: Any, dtype: torch.dtype, device: str, exact
     options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact}
     tokenizer: Any = load_tokenizer(bundled.target())
     return Pair(
-        inflated_model(bundled.target(), target, **options),
-        inflated_model(bundled.draft(), draft, **options),
+        widened_model(bundled.target(), target, **options),
+        widened_model(bundled.draft(), draft, **options),
         lambda text: list(tokenizer.encode(text)),
     )
 
