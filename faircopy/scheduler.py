@@ -129,23 +129,24 @@ class Scheduler:
 
     def _schedule(self, waiting: list[Sequence]) -> StepPlan:
         candidates = self._policy.choose(self.running, waiting, self._cached)
-        lengths = dict(zip(candidates, self._draft_lengths.choose(candidates), strict=True))
+        lengths = self._draft_lengths.choose(candidates)
         batch = self._fill(candidates, lengths)
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
         if not self._capture.takes(batch):
             return StepPlan(self._capture.before_capture(batch))
-        k = max(lengths[seq] for seq in batch.seqs)
+        wanted = dict(zip(candidates, lengths, strict=True))
+        k = max(wanted[seq] for seq in batch.seqs)
         return StepPlan(batch, True, min(k, self._capture.max_nodes))
 
-    def _fill(self, candidates: list[Sequence], lengths: dict[Sequence, int]) -> Batch:
+    def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
         batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
-        for seq in candidates:
+        for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
-                chunk -= self._continue(batch, seq, chunk, lengths[seq])
+                chunk -= self._continue(batch, seq, chunk, length)
             elif chunk > 0 and self.preemptions == before:  # no new one takes the pages of one just preempted
-                used = self._admit(batch, seq, chunk, lengths[seq])
+                used = self._admit(batch, seq, chunk, length)
                 if used is None:
                     self._full = True
                     break
@@ -154,8 +155,9 @@ class Scheduler:
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""
-        upto, max_nodes = self._share(seq, chunk, length)
-        if upto == self._cached(seq):
+        cached = self._cached(seq)
+        upto, max_nodes = self._share(seq, cached, chunk, length)
+        if upto == cached:
             return 0  # the chunk is used up; it goes on in the next step
         while not self._ledger.reserve(seq, upto + max_nodes):
             if max_nodes:
@@ -165,12 +167,14 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is seq:
                 return 0
-        return self._enter(batch, seq, upto, max_nodes)
+        batch.add(seq, upto, max_nodes)
+        return _prompt_tokens(seq, cached, upto)
 
     def _admit(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int | None:
         """Let a new sequence in, if its first chunk fits without taking pages from others; prompt tokens used."""
         known = self._ledger.open(seq)
-        upto, max_nodes = self._share(seq, chunk, length)
+        cached = self._cached(seq)
+        upto, max_nodes = self._share(seq, cached, chunk, length)
         if not self._ledger.reserve(seq, upto + max_nodes):
             if self._running or not self._ledger.reserve(seq, upto):
                 self._leave(seq)
@@ -179,16 +183,12 @@ class Scheduler:
         self._waiting.remove(seq)
         self._running[seq] = None
         self.reused += known
-        return self._enter(batch, seq, upto, max_nodes)
-
-    def _enter(self, batch: Batch, seq: Sequence, upto: int, max_nodes: int) -> int:
         batch.add(seq, upto, max_nodes)
-        cached = self._cached(seq)
-        return upto - cached if len(seq.tokens) - cached > 1 else 0
+        return _prompt_tokens(seq, cached, upto)
 
-    def _share(self, seq: Sequence, chunk: int, length: int) -> tuple[int, int]:
+    def _share(self, seq: Sequence, cached: int, chunk: int, length: int) -> tuple[int, int]:
         """How far to feed, and how many nodes, of a draft of this length. A prompt chunk gets no nodes."""
-        tokens, cached = len(seq.tokens), self._cached(seq)
+        tokens = len(seq.tokens)
         if seq.params.prompt_logprobs is not None and cached < len(seq.prompt):
             chunk = min(chunk, LOGPROBS_CHUNK)
         if tokens - cached > max(chunk, 1):
@@ -198,14 +198,15 @@ class Scheduler:
     def _extend(self, seq: Sequence, drafted: int, decision: Decision, in_flight: int) -> Output:
         new: list[int] = []
         reason: FinishReason | None = None
+        right = len(decision.nodes)
         for place, token in enumerate(decision.tokens):
             new.append(token)
             seq.tokens.append(token)
-            seq.origins.append(place < len(decision.nodes))
+            seq.origins.append(place < right)
             reason = self._stop_reason(seq, token)
             if reason:
                 break
-        accepted, logprobs = min(len(new), len(decision.nodes)), decision.logprobs[: len(new)]
+        accepted, logprobs = min(len(new), right), decision.logprobs[: len(new)]
         seq.drafted += drafted
         seq.accepted += accepted
         seq.steps += 1
@@ -246,3 +247,8 @@ class Scheduler:
         self._full = False
         self._ledger.close(seq)
         self._departed.append(seq)
+
+
+def _prompt_tokens(seq: Sequence, cached: int, upto: int) -> int:
+    """How much of the prompt chunk feeding a sequence to `upto` uses; a latest token alone uses none."""
+    return upto - cached if len(seq.tokens) - cached > 1 else 0

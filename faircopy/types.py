@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -221,8 +221,7 @@ class Batch:
         return self.upto[i] == len(self.seqs[i].tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step as the scheduler planned it.
 
     A captured step that follows one in flight is planned before its sequences' lengths are known: `upto` is then what
@@ -309,8 +308,7 @@ class Verdict:
     decisions: list[Decision]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
+class FinishedStep(NamedTuple):
     """What a step drafted and decided, and the rows it cost; nothing of it is appended yet."""
 
     batch: Batch
@@ -320,8 +318,7 @@ class FinishedStep:
     padding: int  # of these, rows that belong to no token or node
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What is new for one sequence after a step: immutable, so that another thread may read it."""
 
     id: int  # of the sequence

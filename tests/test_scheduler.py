@@ -1,0 +1,65 @@
+"""Step plans and outputs: values that say everything about a step, and draft lengths chosen for a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from faircopy.build import build_engine
+from faircopy.config import EngineConfig
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.testing import TableModel
+from faircopy.types import Request, SamplingParams, Sequence
+from tests.helpers import engine_of
+
+PROMPTS = [(1, 2, 3, 1, 2), (4, 5), (6,) * 40]
+
+
+class Shares:
+    """Six nodes for the whole batch, in equal shares; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        self.asked.append([seq.id for seq in seqs])
+        return [6 // len(seqs)] * len(seqs)
+
+
+def test_draft_lengths_are_chosen_for_the_whole_batch_at_once() -> None:
+    lengths = Shares()
+    config = EngineConfig(memory="1MiB", max_batch=2)
+    engine = build_engine(TableModel(), NgramDrafter(), config=config, draft_lengths=lengths)
+    for prompt in PROMPTS:
+        engine.add(Request(prompt, SamplingParams(max_tokens=6)))
+    plan = engine.scheduler.schedule()
+    assert lengths.asked == [[1, 2]] and plan.batch.max_nodes == [3, 3]
+    assert plan.batch.upto == [5, 2] and not plan.captured
+    while engine.busy:
+        engine.step()
+    assert max(map(len, lengths.asked)) == 2 and lengths.asked[-1] == [3]
+
+
+def test_a_plan_says_how_far_each_is_fed_and_cuts_drafts_at_the_limit() -> None:
+    engine = engine_of(TableModel(), NgramDrafter(), k=4, chunk=16)
+    for prompt, most in zip(PROMPTS, (3, 50, 50), strict=True):
+        engine.add(Request(prompt, SamplingParams(max_tokens=most)))
+    batch = engine.scheduler.schedule().batch
+    assert [seq.id for seq in batch.seqs] == [1, 2, 3]
+    assert batch.upto == [5, 2, 9], "what is left of the chunk after 5 and 2 tokens"
+    assert batch.max_nodes == [2, 4, 0], "the last of three tokens needs no guess; a prompt chunk gets no nodes"
+
+
+def test_outputs_cannot_be_changed() -> None:
+    engine = engine_of(TableModel(), k=0)
+    seq = engine.add(Request((1, 2, 3), SamplingParams(max_tokens=2, logprobs=1)))
+    (first,) = engine.step()
+    assert (first.id, first.finished, first.accepted) == (seq.id, None, 0)
+    assert first.tokens == tuple(seq.output) and dict(first.logprobs[0]) == seq.logprobs[0]
+    with pytest.raises(AttributeError):
+        first.tokens = ()  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        first.logprobs[0][0] = 1.0  # type: ignore[index]
+    (last,) = engine.step()
+    assert last.finished == "length" and len(first.tokens) == 1, "a later step leaves earlier outputs alone"
