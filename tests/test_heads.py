@@ -436,7 +436,9 @@ def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: s
     own = load(folder)
     model, head = shorter(fused(folder), 60), head_for(folder, own, method)
     prompts = random_prompts(4, model.vocab, seed=5, longest=30)
-    params = [SamplingParams(max_tokens=90, ignore_eos=True, temperature=heat) for heat in (0.0, 0.9, 0.0, 0.0)]
+    params = [
+        SamplingParams(max_tokens=90, ignore_eos=True, temperature=temperature) for temperature in (0.0, 0.9, 0.0, 0.0)
+    ]
     requests = [
         Request(tuple(p), q, n, k) for n, (p, q, k) in enumerate(zip(prompts, params, (None, None, 1, 0), strict=True))
     ]
@@ -517,7 +519,7 @@ def test_a_rule_of_ones_own_is_a_captured_chain(checkpoint: Callable[..., str]) 
 
 
 def test_those_without_drafts_leave_no_pages_for_the_head(checkpoint: Callable[..., str]) -> None:
-    """A request that wants no drafts is not read by the head, so nobody may take its pages as read."""
+    """A request that wants no drafts is not read by the head, so its pages must not count as read."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
     from tests.test_replay import fused

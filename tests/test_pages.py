@@ -65,7 +65,7 @@ def test_known_pages_are_shared_kept_and_given_up_when_needed() -> None:
     tables.close(two)
     assert tables.pool.available == 4
     again = a_sequence(tokens)
-    assert tables.open(again) == 8, "nobody held them, but their content was kept"
+    assert tables.open(again) == 8, "no sequence held them, but their content was kept"
     tables.close(again)
     other = a_sequence([7] * 16)
     tables.open(other)
@@ -121,7 +121,7 @@ def test_the_worked_example_of_ragged_verification() -> None:
 
 
 def bounded(engine: Engine) -> None:
-    """Between steps nobody holds more pages than its tokens need."""
+    """Between steps no sequence holds more pages than its tokens need."""
     engine.tables.check()
     for seq in engine.scheduler.running:
         assert len(engine.tables.table(seq)) <= engine.tables.pages_for(len(seq.tokens))

@@ -54,8 +54,8 @@ def _kernel() -> Any | None:
 
 def _alike(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     rows = logits.shape[0]
-    heat = torch.full((rows,), temperature, device=logits.device)
-    return heat, torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    temperatures = torch.full((rows,), temperature, device=logits.device)
+    return temperatures, torch.zeros(rows, dtype=torch.int64, device=logits.device)
 
 
 _GOLDEN = 0x9E3779B1 - (1 << 32)

@@ -221,10 +221,10 @@ def _packed_bits(device: torch.device) -> float:
     packed_rows = packing.PackedRows.empty(3, width, device)
     kept: list[int] = []
     packed_rows.rows.fill_(-1)
-    for seat, count in enumerate(counts):
-        packed_rows.rows[seat, :count] = torch.arange(len(kept), len(kept) + count)
-        packed_rows.ranges[seat, 1] = attention.END if count else 0
-        kept += range(seat * width, seat * width + count)
+    for slot, count in enumerate(counts):
+        packed_rows.rows[slot, :count] = torch.arange(len(kept), len(kept) + count)
+        packed_rows.ranges[slot, 1] = attention.END if count else 0
+        kept += range(slot * width, slot * width + count)
     scene["q"], scene["positions"] = scene["q"][kept].contiguous(), scene["positions"][kept].contiguous()
     scene["plan"] = packed_rows.plan(tables, page, 384, 64)
     packed = [_attend(scene, device, splits) for splits in (1, 2)]
@@ -315,7 +315,7 @@ _STEPS = (
 
 
 def _packing(device: torch.device) -> float:
-    """Drafts of random lengths, cut by width and limit, beside an empty seat and a text of full length."""
+    """Drafts of random lengths, cut by width and limit, beside an empty batch slot and a text of full length."""
     wrong = 0
     for seed in range(3):
         crowds = [_crowd(device, seed) for _ in range(2)]
@@ -339,7 +339,7 @@ _PACKERS = ((packing.pack, step.accept), (packing.pack_twin, step.accept_twin))
 
 
 def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepInputs]:
-    """Seven seats in the middle of a step: the fourth is empty, the last has written all it may."""
+    """Seven batch slots in the middle of a step: the fourth is empty, the last has written all it may."""
     chance = torch.Generator().manual_seed(seed)
     control = torch.zeros(7, Control.PAGES + 8, dtype=torch.int32)
     lengths = torch.randint(1, 20, (7,), generator=chance, dtype=torch.int32)

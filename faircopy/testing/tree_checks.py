@@ -13,14 +13,14 @@ from faircopy.kernels.gpu.records import Control, ReportColumns
 from faircopy.kernels.gpu.step import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 
-SEATS, WIDTH, PAGE, DEEP = 5, 8, 4, 4
+SLOTS, WIDTH, PAGE, DEEP = 5, 8, 4, 4
 PARENTS = [[-1, 0, 0, 1, 3, 4, 2, 0], [-1, 0, 1, 2, 3, 0, 0, 5], [-1, 0, 0, 0, 0, 0, 0, 0]]
 GUESSES = [[9, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 1, 7, 8], [9, 1, 2, -1, 4, 5, 6, 7]]
 CHOSEN = [[1, 3, 6, 4, 5, 8, 8, 8], [1, 2, -1, 4, 5, 6, 7, 8], [2, 9, 3, 9, 9, 9, 9, 9]]
 
 
 def offers(device: torch.device) -> float:
-    """Which tokens are offered, and how likely they are said to be; three rows a seat."""
+    """Which tokens are offered, and how likely they are said to be; three rows per batch slot."""
     logits = torch.randn(9, 9000, generator=torch.Generator().manual_seed(4)).to(device) * 3
     logits[1, 4097] = logits[1, 8000] = 50.0
     logits[4, 5000], logits[5] = torch.nan, -torch.inf
@@ -39,7 +39,7 @@ def offers(device: torch.device) -> float:
 
 
 def trees(device: torch.device) -> float:
-    """Graft, accept_tree and compact, as the twins do; some seats end, one is empty, one breaks in the middle."""
+    """place_nodes, accept_tree and compact, as the twins do; some slots end, one is empty, one breaks in the middle."""
     worlds = [_world(device) for _ in range(2)]
     for (place_nodes, accept_tree, compact), (slots, inputs, trees, out, chosen) in zip(_STEPS, worlds, strict=True):
         place_nodes(slots, inputs, trees)
@@ -55,17 +55,17 @@ _STEPS: Any = (
 
 
 def _world(device: torch.device) -> tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]:
-    control = torch.zeros(SEATS, Control.PAGES + 8, dtype=torch.int32)
+    control = torch.zeros(SLOTS, Control.PAGES + 8, dtype=torch.int32)
     control[:, Control.LIMIT] = torch.tensor([30, 14, 30, 30, 1])
     control[:, Control.MAX_NODES] = torch.tensor([7, 7, 7, 2, 0])
     control[:, Control.SEED_LOW : Control.PAGES] = torch.arange(10).view(5, 2) - 4
     control[:, Control.PAGES :] = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8)
     lengths = torch.tensor([9, 11, 16, 4, 1], dtype=torch.int32)
-    history = torch.zeros(SEATS, 40, dtype=torch.int32)
+    history = torch.zeros(SLOTS, 40, dtype=torch.int32)
     slots = BatchSlots(control.to(device), lengths.to(device), history.to(device))
     shapes = [(160, 2, 8), (160, 1, 8), (160, 2, 24)]
     pools = [torch.arange(float(torch.Size(s).numel()), device=device).view(s) + n for n, s in enumerate(shapes)]
-    inputs, trees = StepInputs.empty(SEATS, WIDTH, device), TreeNodes.over(pools, SEATS, WIDTH, DEEP)
+    inputs, trees = StepInputs.empty(SLOTS, WIDTH, device), TreeNodes.over(pools, SLOTS, WIDTH, DEEP)
     order = [0, 1, 2, 0, 1]
     inputs.ids.copy_(torch.tensor([GUESSES[n] for n in order]))
     trees.parents.copy_(torch.tensor([PARENTS[n] for n in order]))
@@ -74,7 +74,7 @@ def _world(device: torch.device) -> tuple[BatchSlots, StepInputs, TreeNodes, Ten
         slots,
         inputs,
         trees,
-        torch.zeros(SEATS, ReportColumns(WIDTH, tree=True).total, dtype=torch.int32, device=device),
+        torch.zeros(SLOTS, ReportColumns(WIDTH, tree=True).total, dtype=torch.int32, device=device),
         chosen,
     )
 
