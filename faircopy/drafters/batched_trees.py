@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,12 +172,28 @@ class StaticTrees(BatchedTrees):
 
 
 def batch_trees(tree: Tree, size: int, device: torch.device) -> BatchedTrees:
-    """The rule of this tree for `size` trees with its max_nodes; a rule not known here grows chains."""
-    common = (size, tree.max_nodes, device)
-    if isinstance(tree, NodeBudgetTree):
-        return NodeBudgetTrees(*common, tree.top_p, tree.floor)
-    if isinstance(tree, RerankedTree):
-        return RerankedTrees(*common, tree.breadth)
-    if isinstance(tree, StaticTree):
-        return StaticTrees(*common, tree.levels)
-    return Chains(*common)
+    """The rule of this tree for `size` trees with its max_nodes; a class that is not in _RULES grows chains."""
+    return _RULES.get(type(tree), _chains)(tree, size, device)
+
+
+def _chains(tree: Tree, size: int, device: torch.device) -> BatchedTrees:
+    return Chains(size, tree.max_nodes, device)
+
+
+def _node_budget(tree: Any, size: int, device: torch.device) -> BatchedTrees:
+    return NodeBudgetTrees(size, tree.max_nodes, device, tree.top_p, tree.floor)
+
+
+def _reranked(tree: Any, size: int, device: torch.device) -> BatchedTrees:
+    return RerankedTrees(size, tree.max_nodes, device, tree.breadth)
+
+
+def _static(tree: Any, size: int, device: torch.device) -> BatchedTrees:
+    return StaticTrees(size, tree.max_nodes, device, tree.levels)
+
+
+_RULES: dict[type[Tree], Callable[[Any, int, torch.device], BatchedTrees]] = {
+    NodeBudgetTree: _node_budget,
+    RerankedTree: _reranked,
+    StaticTree: _static,
+}
