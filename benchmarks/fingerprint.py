@@ -149,7 +149,7 @@ def of_captured(path: str, folder: Path) -> Iterator[Row]:
         yield captured(f"captured model k={k}", pair[0], None, pair[1], k)
     target = fused(path)
     for method in HEADS:
-        head = shaken(new_head(method, path, target.words())).requires_grad_(False)
+        head = shaken(new_head(method, path, target.token_weights())).requires_grad_(False)
         yield captured(f"captured {method} k=9", target, None, head, 9)
         yield captured(f"captured {method} k=3", target, None, head, 3)
 
@@ -219,7 +219,7 @@ def saved_zoo(folder: Path, name: str) -> str:
 def saved_head(method: str, path: str, folder: Path) -> str:
     where = folder / f"head-{method}"
     if not where.exists():
-        save_head(shaken(new_head(method, path, LLM(path, memory="1MiB").model.words())), where)
+        save_head(shaken(new_head(method, path, LLM(path, memory="1MiB").model.token_weights())), where)
     return str(where)
 
 

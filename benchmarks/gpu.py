@@ -1,4 +1,4 @@
-"""Everything issue-sized about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
+"""Everything about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
 
 python -m benchmarks.gpu --out FOLDER [--parts kernels steps exact speed transformers] [--minutes 8] [--small]
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.widen import read_checkpoint, widened_config, widened_model, widened_state
 from faircopy import LLM, SamplingParams, bundled
-from faircopy.bench.inflate import inflated_config, inflated_model, inflated_state, read_checkpoint
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
 from faircopy.model.loader import load_eos, load_model, load_tokenizer
@@ -43,7 +43,7 @@ class Session:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer: Any = load_tokenizer(bundled.target())
         self._widened: tuple[Any, Any] | None = None
-        self._universal: Any | None = None
+        self._stock: Any | None = None
 
     @property
     def late(self) -> bool:
@@ -58,7 +58,7 @@ class Session:
             shapes = (TINY, TINY) if self.args.small else tuple(QWEN3.values())
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
             pair = [
-                inflated_model(source, shape, dtype=kind, device=self.device)
+                widened_model(source, shape, dtype=kind, device=self.device)
                 for source, shape in zip((bundled.target(), bundled.draft()), shapes, strict=True)
             ]
             for model in pair:
@@ -72,18 +72,18 @@ class Session:
             own = small if draft == "model" else draft
             return LLM(target, own, tokenizer=self.tokenizer, **options)
         own = bundled.draft() if draft == "model" else draft
-        if which == "universal":
-            target = self.universal()
+        if which == "transformers":
+            target = self.stock()
             return LLM(target, own, tokenizer=self.tokenizer, device=self.device, dtype=NAMES[target.dtype], **options)
         return LLM(bundled.target(), own, device=self.device, **options)
 
-    def universal(self) -> Any:
-        """The bundled target through the door that serves any transformers model."""
-        if self._universal is None:
+    def stock(self) -> Any:
+        """The bundled target on the transformers backend."""
+        if self._stock is None:
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
-            self._universal = load_model(bundled.target(), kind, torch.device(self.device), True, "universal")
-            self_test(self._universal, True)
-        return self._universal
+            self._stock = load_model(bundled.target(), kind, torch.device(self.device), True, "transformers")
+            self_test(self._stock, True)
+        return self._stock
 
 
 TINY = {
@@ -108,9 +108,12 @@ def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=tokens, temperature=temperature, seed=n, ignore_eos=True) for n in range(count)]
 
 
+PAIRS = (("widened", 128, 12, 96), ("bundled", 512, 32, 256), ("transformers", 16, 4, 24))  # prompts, alone, tokens
+
+
 def exact(session: Session) -> Rows:
     """Texts of every way to run against plain decoding; plain decoding in a batch against plain decoding alone."""
-    for which, count, alone, tokens in (("widened", 128, 12, 96), ("bundled", 512, 32, 256), ("universal", 16, 4, 24)):
+    for which, count, alone, tokens in PAIRS:
         count, alone, tokens = (8, 2, 12) if session.args.small else (count, alone, tokens)
         if session.late:
             return
@@ -136,8 +139,8 @@ def exact(session: Session) -> Rows:
 
 def ways(which: str) -> list[Way]:
     """Drafter, k, options, and the share of the prompts that is run."""
-    squeezed = {"bundled": "12MiB", "widened": "1000MiB", "universal": "12MiB"}[which]
-    if which == "universal":
+    squeezed = {"bundled": "12MiB", "widened": "1000MiB", "transformers": "12MiB"}[which]
+    if which == "transformers":
         return [("model", 3, {"max_batch": 32}, 1), ("ngram", 4, {"max_batch": 16, "memory": squeezed, "chunk": 96}, 1)]
     squeeze: Way = ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 2)
     some: list[Way] = [
@@ -250,10 +253,10 @@ def stock(source: str, shape: dict[str, Any], device: str) -> Any:
 
     state, config = read_checkpoint(source)
     kind = torch.float32 if device == "cpu" else torch.bfloat16
-    wide = inflated_config(config, shape)
+    wide = widened_config(config, shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(wide, dtype=kind)
-    model.load_state_dict(inflated_state(state, config, shape, dtype=kind, device=device), assign=True, strict=False)
+    model.load_state_dict(widened_state(state, config, shape, dtype=kind, device=device), assign=True, strict=False)
     model.tie_weights()
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(wide)  # its buffers are in no state

@@ -24,13 +24,13 @@ from torch import Tensor
 from faircopy.bench.record import write
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.drafters.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.heads import Head
+from faircopy.drafters.networks.eagle3 import DEPTH, Eagle3
 from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.engine import Engine
 from faircopy.model.base import Model
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
@@ -174,9 +174,9 @@ def make_task(bench: Bench, variant: str, text: Tensor) -> tuple[Task, Any]:
         )  # fmt: skip
         draft = fresh(small, 1).to(bench.device)
         return Distil(draft, teacher.stock), draft
-    head = new_head(method, bench.target, stock_words(teacher.stock), seed=1, **options)
+    head = new_head(method, bench.target, stock_token_weights(teacher.stock), seed=1, **options)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(bench.device)
     return HeadTask(head, teacher), head
 
@@ -206,7 +206,7 @@ def teach(bench: Bench, variant: str, text: Tensor, held_out: Tensor) -> None:
         bf16=cuda,
         log_every=max(1, bench.steps // 20),
         seed=1,
-        **getattr(learner, "clipping", {}),
+        **(task.objective.clipping if isinstance(task, HeadTask) else {}),
     )
     log = bench.work / "logs" / f"{folder_of(variant)}.jsonl"
     done = train(task, Windows(text, bench.length, args.rows, 3), settings, log)
@@ -260,8 +260,8 @@ class Decoded:
     texts: list[list[int]]
 
 
-def decode(engine: Engine, prompts: list[list[int]], tokens: int, heat: float = 0.0) -> Decoded:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=heat)
+def decode(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> Decoded:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature)
     seqs = [engine.add(Request(tuple(prompt), params, seed=n)) for n, prompt in enumerate(prompts)]
     engine.step()
     emitted, steps = sum(len(seq.output) for seq in seqs), sum(seq.steps for seq in seqs)
@@ -329,21 +329,21 @@ def timed(engine: Engine, prompts: list[list[int]], tokens: int) -> Decoded:
 
 
 def measure_exactness(bench: Bench, prompts: list[list[int]]) -> None:
-    """All drafters and trees, greedy and sampled: how many texts are plain decoding's."""
+    """All drafters and trees, greedy and sampled: how many texts equal plain decoding."""
     many = cycle(prompts, 3 * bench.args.accept_batch)
-    for heat in (0.0, 0.8):
-        plain = decode(engine_for(bench, None, 0, bench.args.accept_batch), many, bench.args.new, heat).texts
+    for temperature in (0.0, 0.8):
+        plain = decode(engine_for(bench, None, 0, bench.args.accept_batch), many, bench.args.new, temperature).texts
         for variant, k, tree in speeds()[1:]:
             name = name_of(variant, k, tree)
             if not (bench.folder(variant) / "config.json").exists() or bench.left() < 0:
                 continue
-            if bench.known(target=bench.name, kind="exact", variant=name, heat=heat):
+            if bench.known(target=bench.name, kind="exact", variant=name, heat=temperature):
                 continue
             texts = decode(
-                engine_for(bench, variant, k, bench.args.accept_batch, tree), many, bench.args.new, heat
+                engine_for(bench, variant, k, bench.args.accept_batch, tree), many, bench.args.new, temperature
             ).texts
             same = sum(a == b for a, b in zip(texts, plain, strict=True))
-            bench.note(kind="exact", variant=name, heat=heat, identical=same, of=len(plain))
+            bench.note(kind="exact", variant=name, heat=temperature, identical=same, of=len(plain))
 
 
 def run(bench: Bench) -> None:
@@ -378,7 +378,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         _show_grid("extra tokens per step", [r for r in mine if r["kind"] == "acceptance"], "tree", "extra", 2)
         _show_grid("tokens/s by batch", [r for r in mine if r["kind"] == "speed"], "batch", "rate", 0)
         exact = [row for row in mine if row["kind"] == "exact"]
-        print(f"\ntexts as plain: {sum(row['identical'] for row in exact)} of {sum(row['of'] for row in exact)}")
+        print(f"\ntexts equal to plain: {sum(row['identical'] for row in exact)} of {sum(row['of'] for row in exact)}")
 
 
 def _show_accuracy(rows: list[dict[str, Any]]) -> None:

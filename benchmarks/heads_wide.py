@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
-from faircopy.bench.inflate import inflated_model
+from benchmarks.widen import widened_model
 from faircopy.bench.record import write
 from faircopy.bench.shapes import QWEN3
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.drafters.blocks import BlockShape
 from faircopy.drafters.folder import METHODS, load_head
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
+from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.trees import Tree
-from faircopy.model.base import FINAL, Model, Words
+from faircopy.model.base import FINAL, Model, TokenWeights
 from faircopy.model.loader import load_model
 
 
@@ -43,9 +43,9 @@ class WidenedHead(Head):
         self.small, self.wide = small, wide
         self._hidden = wide.config.shape.hidden
 
-    def bind(self, words: Words) -> Self:
-        self.wide.bind(words)
-        return super().bind(words)
+    def bind(self, weights: TokenWeights) -> Self:
+        self.wide.bind(weights)
+        return super().bind(weights)
 
     def serve(self) -> Self:
         self.small.serve()
@@ -91,8 +91,8 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
         context=target.context,
     )
     options = dict(small.config.options)
-    if options.get("words"):
-        options["words"] = min(32000, shape["vocab_size"])
+    if options.pop("words", None) or options.get("draft_vocab"):
+        options["draft_vocab"] = min(32000, shape["vocab_size"])
     config: HeadConfig = replace(
         small.config, shape=sizes, vocab=shape["vocab_size"], depth=shape["num_hidden_layers"], options=options
     )
@@ -104,9 +104,9 @@ def drafter(args: argparse.Namespace, variant: str, small_target: Model, target:
     folder = str(args.work / folder_of(variant))
     if variant == "draft":
         kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
-        return inflated_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
+        return widened_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
     small = load_head(folder, small_target).to(target.dtype)
-    return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.words())
+    return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.token_weights())
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     plain: dict[int, list[list[int]]] = {}
     small = load_model(args.target, kind, device)
-    target = inflated_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
+    target = widened_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
     for variant, k, tree in speeds():
         if time.time() > args.deadline or (variant and not (args.work / folder_of(variant) / "config.json").exists()):
             continue

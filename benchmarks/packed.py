@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu import Gaps, Session, params, say, texts, timed, verdict
 from faircopy import LLM
 
-WAYS: dict[str, dict[str, Any]] = {"from the host": {"graphs": False}, "packed": {}, "padded": {"pack_rows": False}}
+WAYS: dict[str, dict[str, Any]] = {"eager": {"graphs": False}, "packed": {}, "padded": {"pack_rows": False}}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     plain = {temperature: texts(llm, prompts, asked) for temperature, asked in wanted.items()}
     for way, options in WAYS.items():
         llm = session.llm(args.which, "ngram", k=args.k, max_batch=args.batch, memory=memory, **options)
-        for temperature, asked in wanted.items():  # before warming up: graphs are made while steps are in flight
+        for temperature, asked in wanted.items():  # before warming up: graphs are captured while steps are in flight
             say(verdict(args.which, temperature, {"rows": way}, plain[temperature], texts(llm, prompts, asked)))
         say({"rows": way, "batch": args.batch, "k": args.k, **measured(llm, prompts[: args.batch], args.tokens)})
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.widen import widened_model
 from faircopy import bundled
-from faircopy.bench.pair import Pair, load_pair, widened_pair
+from faircopy.bench.pair import Pair, load_pair
 from faircopy.bench.record import append
-from faircopy.bench.run import HOST, PADDED, Bench, Case, run, spread
+from faircopy.bench.run import EAGER, PADDED, Bench, Case, run, spread
 from faircopy.bench.shapes import QWEN3
 from faircopy.bench.workloads import Workload, held_out, retold
+from faircopy.model.loader import load_tokenizer
 
 TINY = {
     "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "head_dim": 64,
@@ -35,7 +37,7 @@ EMS = (
     ("ragged", True), ("ragged", False), ("ems", False), ("unpad_inputs", False), ("unpad_cache", False),
     ("padded", False),
 )  # fmt: skip
-CAPTURED = (PADDED, HOST)  # on a GPU beside packed rows in graphs: padded ones, and steps packed by the host
+CAPTURED = (PADDED, EAGER)  # on a GPU beside packed rows in graphs: padded rows in graphs, and eager steps
 EXSPEC = (("ragged", True), ("ragged", False), ("padded", False), ("realign", False), ("realign", True), ("pool", None))
 
 
@@ -45,6 +47,17 @@ def pair_of(args: argparse.Namespace) -> Pair:
             bundled.target(), bundled.draft(), dtype=args.dtype, device=args.device, exact=not args.no_exact
         )
     return widened_pair(*SHAPES[args.widen], getattr(torch, args.dtype), args.device, not args.no_exact)
+
+
+def widened_pair(target: Any, draft: Any, dtype: torch.dtype, device: str, exact: bool) -> Pair:
+    """The bundled pair at the shapes of these configurations: its text at their cost, made on the device."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact}
+    tokenizer: Any = load_tokenizer(bundled.target())
+    return Pair(
+        widened_model(bundled.target(), target, **options),
+        widened_model(bundled.draft(), draft, **options),
+        lambda text: list(tokenizer.encode(text)),
+    )
 
 
 def measure(
@@ -71,7 +84,7 @@ def say(record: dict[str, Any]) -> None:
     print(
         f"{record['workload']:8s} batch {record['batch']:3d}  {record['name']:22s} {rate['median']:8.1f} tokens/s "
         f"({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
-        f"{record['identical']}/{record['of']} as plain",
+        f"{record['identical']}/{record['of']} equal to plain",
         flush=True,
     )
 

@@ -21,7 +21,7 @@ from faircopy.layout.pool import PagePool
 from faircopy.memory import page_count
 from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
-from faircopy.model.loader import load_model, load_tokenizer, same_words
+from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.scheduler import Scheduler
@@ -57,9 +57,10 @@ def load_draft(
         return None, load_head(draft, target)
     model = load_target(draft, config, "draft")
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
-    difference = same_words(tokenizer, theirs, (target.vocab, model.vocab))
+    difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
     if difference:
-        raise ConfigError("draft", model.name, f"not the target's words: {difference}", "use a draft of its family")
+        problem = f"draft and target have different vocabularies: {difference}"
+        raise ConfigError("draft", model.name, problem, "use a draft with the target's tokenizer")
     return None, model
 
 

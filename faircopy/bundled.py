@@ -37,6 +37,12 @@ def named(draft: str | None) -> str:
     return str(folder() / (draft or "draft")) if draft is None or draft in ours else draft
 
 
+def draft_for(target: str | None, draft: str | None) -> str | None:
+    """What LLM takes for a draft of the command line: the bundled target has one of its own, "none" is none."""
+    draft = named(draft) if target is None else draft
+    return None if draft == "none" else draft
+
+
 def prompts() -> list[str]:
     """Beginnings of stories that neither model was trained on."""
     return [json.loads(line)["prompt"] for line in (folder() / "prompts.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """The command line: thin; each command reads its options, calls the library, and says how it went.
 
-Exit codes: 0 good, 1 the job failed, 2 wrong usage.
+Exit codes: 0 good, 1 the job failed, 2 wrong usage: an option, a file or a model that cannot be used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ import typer
 from rich.console import Console
 
 from faircopy import __version__, bundled
-from faircopy.errors import ConfigError, FaircopyError, NumericsError, OutOfPages, RequestError
+from faircopy.errors import (
+    CheckpointError,
+    ConfigError,
+    FaircopyError,
+    NumericsError,
+    OutOfPages,
+    RequestError,
+    UnsupportedModel,
+)
 from faircopy.terminal.bench import app as bench
-from faircopy.terminal.guard import stoppable, writable
+from faircopy.terminal.guard import option_of, stoppable, writable
 
 app = typer.Typer(
     name="faircopy",
@@ -122,7 +130,8 @@ def demo(
     from faircopy.terminal.demo import demo as run
 
     console = Console()
-    exact = run(target or bundled.target(), bundled.named(draft), choose_prompts(), k, max_tokens, console)
+    own = bundled.draft_for(target, draft if draft or target is None else "ngram")
+    exact = run(target or bundled.target(), own, choose_prompts(), k, max_tokens, console)
     raise typer.Exit(0 if exact else 1)
 
 
@@ -131,7 +140,9 @@ def demo(
 def audit(
     prompts: Prompts = None,
     file: File = None,
-    url: Annotated[list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is right.")] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is the reference.")
+    ] = None,
     target: Target = None,
     draft: Annotated[list[str] | None, typer.Option(help="Drafts to try: folders, hub ids, 'ngram'.")] = None,
     k: Annotated[list[int] | None, typer.Option("--k", help="Draft lengths to try.")] = None,
@@ -260,9 +271,7 @@ def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
     from faircopy.llm import LLM
 
-    if target is None:
-        draft = bundled.named(draft)
-    return LLM(target or bundled.target(), draft=None if draft in (None, "none") else draft, k=k, **options)
+    return LLM(target or bundled.target(), draft=bundled.draft_for(target, draft), k=k, **options)
 
 
 def main() -> None:
@@ -271,9 +280,9 @@ def main() -> None:
     try:
         app()
     except FaircopyError as error:
-        print(f"faircopy: {error}", file=sys.stderr)
-        job = isinstance(error, NumericsError | OutOfPages) or not isinstance(error, ConfigError | RequestError)
-        sys.exit(1 if job else 2)
+        print(f"faircopy: {error.describe(option_of(error, sys.argv[1:]))}", file=sys.stderr)
+        unusable = isinstance(error, ConfigError | RequestError | CheckpointError | UnsupportedModel)
+        sys.exit(2 if unusable and not isinstance(error, NumericsError | OutOfPages) else 1)
 
 
 if __name__ == "__main__":

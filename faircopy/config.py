@@ -150,7 +150,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise ConfigError(owner, name, "unknown option", hint)
 
 
-# vLLM's words for what we call draft, k and lookup lengths.
+# vLLM's names for what we call draft, k and lookup lengths.
 _SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3"}
 _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 

@@ -1,4 +1,4 @@
-"""What can go wrong, in the user's words: every error names the field, its value and the remedy."""
+"""What can go wrong: every error names the field that the user set, its value, the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ class FaircopyError(Exception):
 
     def __init__(self, field: str, value: Any, problem: str, remedy: str) -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        super().__init__(f"{field} = {_short(value)}: {problem}; {remedy}")
+        super().__init__(self.describe(field))
+
+    def describe(self, field: str) -> str:
+        """The message, with another name for the field: what a command line calls it."""
+        return f"{field} = {_short(self.value)}: {self.problem}; {self.remedy}"
 
 
 class ConfigError(FaircopyError, ValueError):

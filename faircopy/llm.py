@@ -27,6 +27,8 @@ from faircopy.types import Output, Request, SamplingParams, Sequence
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
+BACKENDS = {"Decoder": "eager decoder", "Fused": "fused decoder", "Universal": "transformers"}
+
 
 class LLM:
     """A target model, an optional drafter, and the engine that runs them. One thread at a time.
@@ -155,7 +157,7 @@ class LLM:
         tables, model = self.engine.tables, self.model
         return {
             "target": model.name,
-            "door": type(model).__name__,
+            "backend": BACKENDS.get(type(model).__name__, type(model).__name__),
             "drafter": type(self.engine.drafter).__name__,
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -22,7 +22,7 @@ PAGE_TOKENS = 32  # of the small cache for the trial pass
 
 def page_count(models: Seq[Model | Head], config: EngineConfig, max_tokens: int) -> int:
     """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
-    page_bytes = config.page * sum(kv_bytes_per_token(model.layers, model.dtype, model.device) for model in models)
+    page_bytes = config.page * sum(map(kv_bytes_per_token, models))
     device = models[0].device
     measured = config.memory is None and device.type == "cuda"
     whole = [model for model in models if not isinstance(model, Head)] if measured else []

@@ -11,11 +11,13 @@ from faircopy.config import EngineConfig
 from faircopy.drafters.heads import Head
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
-from faircopy.layout.dense import AlignedLayout, DenseLayout, RowTables, SharedLayout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.model.base import Model
-from faircopy.policy import FirstCome, Policy, SameLength, WholeBatches
+from faircopy.papers.dense import AlignedLayout, DenseLayout, SharedLayout
+from faircopy.papers.policies import SameLength, WholeBatches
+from faircopy.papers.row_tables import RowTables
+from faircopy.policy import FirstCome, Policy
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
@@ -26,10 +28,10 @@ MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Who runs together, and how their keys and values lie in memory."""
+    """Which sequences run together, and how their keys and values lie in memory."""
 
     layout: MakeLayout
-    refills: bool  # as published: newcomers join at once, or when the whole batch is done
+    refills: bool  # as published: new sequences join at once, or when the whole batch is done
     dense: bool = True
     same_length: bool = False
 
@@ -73,8 +75,8 @@ def _aligned(
 ) -> Layout:
     """In EQSPEC only the draft skips sequences that are done before their batch is."""
     assert isinstance(tables, RowTables)
-    keeps_vacant = not (lazy or drafting)
-    return AlignedLayout(tables, model.layers, model.dtype, model.device, lazy, keeps_vacant)
+    keeps_free_rows = not (lazy or drafting)
+    return AlignedLayout(tables, model.layers, model.dtype, model.device, lazy, keeps_free_rows)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -193,4 +193,4 @@ def shaken(head: Head, seed: int = 0) -> Head:
 
 
 def head_for(folder: str, model: Model, method: str, **options: object) -> Head:
-    return shaken(new_head(method, folder, model.words(), **options))  # type: ignore[arg-type]
+    return shaken(new_head(method, folder, model.token_weights(), **options))  # type: ignore[arg-type]

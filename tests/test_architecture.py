@@ -21,6 +21,7 @@ LEVELS: list[set[str]] = [
     {"model"},
     {"capture"},
     {"scheduler", "policy", "draft_length", "drafters", "verify"},
+    {"papers"},
     {"replay", "strategy", "memory", "requests"},
     {"engine", "answers"},
     {"build"},

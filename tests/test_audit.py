@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from faircopy import ConfigError, SamplingParams
+from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.audit.margin import judge, rounding
 from faircopy.audit.models import audit_models
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, print_report
@@ -169,11 +169,19 @@ class TestModels:
             assert difference.threshold == pytest.approx(64 * 2**-23 * 9, rel=0.1)
             assert not report.passed  # a tie is an explanation, not an excuse
 
-    def test_a_close_race_between_others_excuses_nobody(self) -> None:
+    def test_a_near_tie_between_other_tokens_explains_nothing(self) -> None:
         scores = torch.tensor([9.0, 9.0 - 1e-6, 3.0])
         assert judge(scores, 0, 1, rounding(scores, torch.float32)).kind == "tie"
         assert judge(scores, 0, 2, rounding(scores, torch.float32)).kind == "bug"
         assert judge(scores.masked_fill(scores < 5, -torch.inf), 0, 2, 1e-3).kind == "unknown"
+
+    def test_a_draft_is_loaded_and_refused_as_llm_does_it(self, checkpoint: Callable[..., str]) -> None:
+        options: dict[str, Any] = {"dtype": "float32", "memory": "32MiB"}
+        with pytest.raises(ConfigError) as llms:
+            LLM(bundled.draft(), draft=checkpoint("llama"), **options)
+        with pytest.raises(ConfigError) as audits:
+            audit_models(bundled.draft(), [checkpoint("llama")], ["Tom"], SamplingParams(max_tokens=2), **options)
+        assert str(audits.value) == str(llms.value)
 
     def test_wrong_use_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="prompts"):

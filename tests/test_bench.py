@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import broken
 from benchmarks.strategies import main as strategies
 from faircopy import bundled
-from faircopy.bench import broken
 from faircopy.bench.phases import PHASES, Stopwatch, profiled
 from faircopy.bench.record import append, read
-from faircopy.bench.report import gather, write_report
+from faircopy.bench.report import gather, verdict, write_report
 from faircopy.bench.run import Bench, Case, one_pass, rate, run, spread
 from faircopy.bench.workloads import Workload, named, retold, synthetic, texts
 from faircopy.build import build_engine
@@ -28,6 +29,7 @@ from tests.test_cli import call
 
 __all__ = ["call"]  # a fixture
 
+MEASURING = ("faircopy.bench", "faircopy.testing", "benchmarks")
 WORK = Workload("table", [[n % 9 + 1] * (n % 5 + 1) for n in range(8)], 12)
 
 
@@ -111,11 +113,20 @@ def test_a_report_has_tables_plots_and_one_page(records: list[dict[str, Any]], t
     assert {path.stem.rpartition("-")[2] for path in made[2:]} == {"throughput", "speedup", "accepted", "phases"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made[2:])
     tables, page = made[0].read_text(), made[1].read_text()
-    for name in ("plain", "ragged", "padded", "realign", "pool", "Times plain decoding", "texts as plain", "| 8/8 |"):
+    for name in (
+        "plain",
+        "ragged",
+        "padded",
+        "realign",
+        "pool",
+        "Times plain decoding",
+        "texts equal to plain",
+        "| 8/8 |",
+    ):
         assert name in tables
     assert page.count("data:image/png;base64,") == 4
     texts = sum(record["of"] for record in records if record["name"] != "plain")
-    assert f"{texts} of {texts} texts are plain decoding" in page
+    assert f"All {texts} texts equal plain decoding" in page
     assert "http" not in page, "it needs no other file"
 
 
@@ -189,7 +200,7 @@ def test_the_command_measures_and_reports(call, tmp_path: Path) -> None:  # type
     options = ["--batch", "2", "--max-tokens", "6", "--repeats", "1", "--prompts", "2", "--out", str(out)]
     code, said, _ = call("bench", "run", "--strategy", "ragged", "--strategy", "padded", *options)
     assert code == 0
-    assert said.count("2/2 texts as plain") == 3
+    assert said.count("2/2 texts equal to plain") == 3
     assert call("bench", "run", "--workload", str(questions), "--drafter", "ngram", *options)[0] == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["workload"] for line in lines] == ["prompts"] * 3 + ["question"] * 5
@@ -201,14 +212,14 @@ def test_the_command_measures_and_reports(call, tmp_path: Path) -> None:  # type
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--strategy", "paged"], "strategy = 'paged': unknown; use one of ragged"),
-        (["--workload", "prose"], "workload = 'prose': unknown"),
+        (["--strategy", "paged"], "--strategy = 'paged': unknown; use one of ragged"),
+        (["--workload", "prose"], "--workload = 'prose': unknown"),
         (["--workload", "nowhere.jsonl"], "--workload = 'nowhere.jsonl': cannot be read"),
         (["--batch", "0"], "--batch"),
         (["--prompts", "0"], "--prompts"),
         (["--threads", "0"], "--threads"),
-        (["--drafter", "oracle"], "drafter = 'oracle'"),
-        (["--clock", "sun"], "clock = 'sun'"),
+        (["--drafter", "oracle"], "--drafter = 'oracle'"),
+        (["--clock", "sun"], "--clock = 'sun'"),
         (["--out", "/nowhere/results.jsonl"], "--out = '/nowhere/results.jsonl': cannot be written"),
     ],
 )
@@ -222,7 +233,7 @@ def test_a_report_of_something_else_is_refused_by_name(call, tmp_path: Path, con
     file = tmp_path / "other.jsonl"
     file.write_text(content)
     code, _, said = call("bench", "report", str(file), "--out", str(tmp_path / "report"))
-    assert (code, "other.jsonl" in said, "Traceback" in said) == (1, True, False), said
+    assert (code, "other.jsonl" in said, "Traceback" in said) == (2, True, False), said
 
 
 def test_one_run_has_no_spread() -> None:
@@ -261,3 +272,24 @@ def test_the_broken_designs_break_and_the_sound_ones_do_not() -> None:
     for name, outcome in outcomes.items():
         assert (outcome.identical == 4) == ("as it should be" in name), name
         assert (outcome.prefix == 1.0) == ("as it should be" in name), name
+
+
+@pytest.mark.parametrize("module", ["faircopy", "faircopy.cli"])
+def test_importing_the_library_imports_nothing_that_measures(module: str) -> None:
+    """Measuring, kernel checks and tuning are imported by the commands that need them."""
+    code = f"import sys, {module}; print(*[m for m in sys.modules if m.startswith({MEASURING})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def test_the_verdict_counts_texts_and_those_of_ragged() -> None:
+    def record(identical: int, of: int) -> dict[str, Any]:
+        return {"identical": identical, "of": of}
+
+    assert verdict([record(1296, 1296)], [record(432, 432)]) == (
+        "All 1,296 texts equal plain decoding (432 of them with ragged)"
+    )
+    assert verdict([record(8, 8), record(7, 8)], [record(8, 8)]) == (
+        "15 of 16 texts equal plain decoding (8 of 8 with ragged)"
+    )
+    assert verdict([record(3, 4)], []) == "3 of 4 texts equal plain decoding"

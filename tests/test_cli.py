@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cl
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
 from faircopy.terminal.prompts import read_prompts
+from runs import demo_recording
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
@@ -64,6 +66,7 @@ def test_files_and_out(call, tmp_path: Path) -> None:  # type: ignore[no-untyped
     )
     assert (code, printed) == (0, "")
     assert json.loads(explained)["drafter"] == "ModelDrafter"
+    assert json.loads(explained)["backend"] == "eager decoder"
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["A frog", "Tom had", "The dog"]
 
 
@@ -89,14 +92,22 @@ def test_an_interruption_keeps_what_is_finished(
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("generate", "a", "--k", "-1"), 2, "k = -1"),
-        (("generate", "a", "--temperature", "-1"), 2, "temperature"),
+        (("generate", "a", "--k", "-1"), 2, "--k = -1"),
+        (("generate", "a", "--k=-1"), 2, "--k = -1"),
+        (("generate", "a", "--batch", "0"), 2, "--batch = 0"),
+        (("generate", "a", "--max-tokens", "0"), 2, "--max-tokens = 0"),
+        (("generate", "a", "--temperature", "-1"), 2, "--temperature = -1.0"),
         (("generate", "a", "--strategy", "magic"), 2, "use one of ragged"),
         (("generate", "a", "--dtype", "int3"), 2, "dtype"),
         (("generate", "a", "--bogus"), 2, "bogus"),
         (("generate", "a", "--k", "x"), 2, "--k"),
         (("generate", "--file", "/nowhere.txt"), 2, "/nowhere.txt"),
-        (("generate", "a", "--target", "./nowhere"), 1, "no such folder"),
+        (("generate", "a", "--target", "./nowhere"), 2, "--target = './nowhere': no such folder"),
+        (("generate", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
+        (("audit", "a", "--draft", "./nowhere"), 2, "--draft = './nowhere': no such folder"),
+        (("audit", "a", "--batch", "0"), 2, "--batch = 0"),
+        (("audit", "a", "--url", "localhost:1", "--url", "localhost:2"), 2, "--url = 'localhost:1': not an http"),
+        (("audit", "a", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9"), 1, "cannot be reached"),
         (("generate", "x " * 600), 1, "leaves no room"),
         (("nonsense",), 2, "nonsense"),
     ],
@@ -226,6 +237,24 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     text = console.export_text()
     assert "100.00 % identical" in text
     assert "speculative, k = 2" in text
+
+
+def test_the_recording_of_the_demo_shows_every_piece() -> None:
+    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, memory="64MiB")
+    prompts, pieces, steps = demo_recording.record(llm, choose_prompts()[:2], 48)
+    drawn = demo_recording.picture(prompts, pieces, steps, "audit: fine")
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
+    assert [text for text in texts if text in ("$ faircopy demo", "audit: fine")] == ["$ faircopy demo", "audit: fine"]
+    assert {piece.text.strip() for piece in pieces if piece.text.strip()} <= set(texts)
+    assert {piece.drafted for piece in pieces} == {True, False}
+    assert llm.engine.tables.held() == 0
+
+
+def test_the_demo_without_a_draft_shows_plain_decoding(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("faircopy.terminal.demo.choose_prompts", lambda: ["Tom had", "The dog saw"])
+    code, out, _ = call("demo", "--draft", "none", "--max-tokens", "8")
+    assert code == 0
+    assert "100.00 % identical" in out and "speculative, k" not in out
 
 
 def test_the_bundled_pair_keeps_its_word() -> None:

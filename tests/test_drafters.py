@@ -102,7 +102,7 @@ def test_a_draft_model_with_a_shorter_context_falls_silent(checkpoint: Callable[
 
 def test_a_draft_model_that_goes_mad_is_only_wrong(checkpoint: Callable[..., str]) -> None:
     model, draft = load(checkpoint("llama")), load(checkpoint("llama"))
-    draft._embedding[3] = torch.nan  # type: ignore[attr-defined]
+    draft.weights.embedding[3] = torch.nan  # type: ignore[attr-defined]
     prompts = [[1, 2, 3], [4, 5, 6]]
     params = [SamplingParams(max_tokens=20)] * 2
     expected = references(model, prompts, params, [0] * 2)

@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from faircopy.bench.kernel_checks import Check, checks
 from faircopy.bench.tune import ROWS, candidates
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.tables import Tile
+from faircopy.testing.kernel_checks import Check, checks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -193,7 +193,7 @@ def test_a_folder_that_is_no_head_is_refused(checkpoint: Callable[..., str], tmp
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_head(str(tmp_path), model)
     with pytest.raises(ConfigError, match="use one of"):
-        new_head("magic", folder, model.words())
+        new_head("magic", folder, model.token_weights())
 
 
 def offers(*shares: float) -> list[tuple[int, float]]:
@@ -320,7 +320,7 @@ def test_heads_under_rejection_write_greedy_text_as_ever(checkpoint: Callable[..
 def test_a_head_that_goes_mad_is_only_wrong(checkpoint: Callable[..., str], method: str) -> None:
     folder = checkpoint("llama")
     model = load(folder)
-    head = new_head(method, folder, model.words())
+    head = new_head(method, folder, model.token_weights())
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.fill_(torch.nan)
@@ -485,7 +485,7 @@ def test_a_head_of_shorter_context_only_guesses_worse(
     folder = checkpoint("llama")
     model, own = fused(folder), load(folder)
     shape = head_for(folder, own, method).config
-    head = METHODS[method](replace(shape, shape=replace(shape.shape, context=20))).bind(own.words())
+    head = METHODS[method](replace(shape, shape=replace(shape.shape, context=20))).bind(own.token_weights())
     request = Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True))
     (plain,) = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), [request])
     config = EngineConfig(memory="8MiB", k=4, max_batch=2, graphs=graphs)

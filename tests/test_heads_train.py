@@ -15,18 +15,19 @@ from benchmarks import heads as bench
 from benchmarks import heads_wide as bench_wide
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
 from faircopy.audit.models import audit_models
-from faircopy.drafters.folder import METHODS, new_head
-from faircopy.drafters.heads import Lesson, known_rows, teaching_of
+from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
+from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import CheckpointError
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
 from faircopy.train.corpus import Answering, corpus, read_documents
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
 from faircopy.train.llama import Shape, fresh, save_llama
 from faircopy.train.loop import Progress, Settings, read_log, train
+from faircopy.train.losses import Lesson, known_rows, teaching_of
 from faircopy.train.runs import Plan, train_draft, train_head
 from faircopy.train.tokenizer import save_tokenizer, train_bpe
-from tests.helpers import CPU
+from tests.helpers import CPU, load
 
 SHAPE = Shape(vocab=300, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, context=96)
 TEXT = "Once upon a time there was a cat. The cat sat on a mat. The mat was red. The dog saw the cat. " * 60
@@ -201,7 +202,7 @@ def test_levels_are_taught_the_tokens_they_are_about(target: str) -> None:
         teaching = teaching_of(lesson, level)
         assert torch.equal(teaching.labels, tokens[:, 2 + level :])
         assert torch.equal(teaching.logits, lesson.logits[:, 1 + level : -1])
-        head = new_head("clover", target, stock_words(teacher.stock))
+        head = new_head("clover", target, stock_token_weights(teacher.stock))
         guess = [*head.unroll(lesson.states, tokens, level + 1)][-1]
         assert known_rows(guess).logits.shape == teaching.logits.shape
 
@@ -213,7 +214,7 @@ def test_a_level_never_sees_the_future(target: str) -> None:
     changed = tokens.clone()
     changed[0, 15:] = (changed[0, 15:] + 7) % 50
     for method in METHODS:
-        head = new_head(method, target, stock_words(teacher.stock)).eval()
+        head = new_head(method, target, stock_token_weights(teacher.stock)).eval()
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -224,9 +225,27 @@ def test_a_level_never_sees_the_future(target: str) -> None:
                 torch.testing.assert_close(a.logits[:, : 15 - level], b.logits[:, : 15 - level])
 
 
+def test_a_head_over_fewer_tokens_is_made_saved_and_loaded(target: str, tmp_path: Path) -> None:
+    """EAGLE-3's own vocabulary; folders written before the option had this name say `words`."""
+    teacher = teacher_of(target)
+    head = new_head("eagle3", target, stock_token_weights(teacher.stock), levels=2, draft_vocab=16)
+    assert isinstance(head, Eagle3)
+    head.keep_frequent(torch.arange(head.vocab))
+    save_head(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["options"].pop("draft_vocab") == 16
+    model = load(target)
+    for options in ({"draft_vocab": 16}, {"words": 16}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "options": {**config["options"], **options}}))
+        loaded = load_head(str(tmp_path), model)
+        assert isinstance(loaded, Eagle3)
+        assert loaded.output.out_features == 16
+        assert loaded.words_kept.tolist() == list(range(head.vocab - 16, head.vocab))
+
+
 def test_accuracy_counts_ranks(target: str) -> None:
     teacher = teacher_of(target)
-    head = new_head("medusa", target, stock_words(teacher.stock), levels=2)
+    head = new_head("medusa", target, stock_token_weights(teacher.stock), levels=2)
     tokens = torch.randint(5, 50, (2, 24), generator=torch.Generator().manual_seed(0))
     accuracy = measure_heads(head, teacher, [tokens])
     lesson: Lesson = teacher.lesson(tokens, head.wants)
@@ -286,7 +305,7 @@ def check_widened(target: str, folder: Path) -> None:
 def test_progress_is_watched(target: str) -> None:
     seen: list[Progress] = []
     teacher = teacher_of(target)
-    task = HeadTask(new_head("clover", target, stock_words(teacher.stock)), teacher)
+    task = HeadTask(new_head("clover", target, stock_token_weights(teacher.stock)), teacher)
 
     class Same:
         def batch(self, index: int) -> torch.Tensor:

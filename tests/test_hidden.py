@@ -1,4 +1,4 @@
-"""Hidden states for drafters: the same rows from either door, in any company, for fed tokens and nodes alike."""
+"""Hidden states for drafters: the same rows from either backend, in any company, for fed tokens and nodes alike."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def pass_over(model: Model, texts: list[list[int]], draft: Draft) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [("llama", "decoder"), ("llama", "universal"), ("gpt_neox", "universal"), ("qwen3", "decoder")]
+    ("name", "backend"),
+    [("llama", "decoder"), ("llama", "transformers"), ("gpt_neox", "transformers"), ("qwen3", "decoder")],
 )
-def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], name: str, door: str) -> None:
-    model, stock = load(checkpoint(name), door=door), build(name)
+def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], name: str, backend: str) -> None:
+    model, stock = load(checkpoint(name), backend=backend), build(name)
     text, tail = [3, 1, 4, 1, 5], [9, 2, 6]
     result = pass_over(model, [[7, 7], text], Draft.chains([[], tail]))
     whole = stock(torch.tensor([text + tail]), output_hidden_states=True)
@@ -41,10 +42,10 @@ def test_states_are_those_of_the_stock_model(checkpoint: Callable[..., str], nam
         torch.testing.assert_close(result.states[layer][2:], whole.hidden_states[layer][0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result.states[FINAL][2:], whole.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
     assert result.states[2].shape == (10, 64)
-    words = model.words()
-    logits = result.states[FINAL] @ words.rows.T
+    weights = model.token_weights()
+    logits = result.states[FINAL] @ weights.rows.T
     torch.testing.assert_close(logits[-4:], result.of(1), rtol=1e-4, atol=1e-4)
-    assert torch.equal(words.embedding[text], result.states[0][2:7])
+    assert torch.equal(weights.embedding[text], result.states[0][2:7])
 
 
 def test_nobody_asks_and_nothing_is_kept(checkpoint: Callable[..., str]) -> None:

@@ -365,7 +365,7 @@ def test_nan_keys_do_not_reach_the_next_holder_of_a_page(checkpoint: Callable[..
     params = SamplingParams(max_tokens=16)
     good = llm.generate([[1, 2, 3]], params)[0].token_ids
     bad = next(token for token in range(4, 128) if token not in good)
-    embedding = llm.model._embedding  # type: ignore[attr-defined]
+    embedding = llm.model.weights.embedding  # type: ignore[attr-defined]
     kept = embedding[bad].clone()
     embedding[bad] = torch.nan
     for _ in range(4):
@@ -382,7 +382,7 @@ def test_a_draft_the_target_cannot_compute_is_only_a_wrong_draft(checkpoint: Cal
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=40)
     (want,) = references(model, [prompt], [params], [0])
     bad = next(token for token in range(4, 128) if token not in want.tokens)
-    model._embedding[bad] = torch.nan  # type: ignore[attr-defined]
+    model.weights.embedding[bad] = torch.nan  # type: ignore[attr-defined]
     trap = Trap(bad)
     (seq,) = run(engine_of(model, trap, k=6), [Request(tuple(prompt), params)])
     assert_same([seq], [want])

@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from faircopy import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModel
 from faircopy.kernels import linear
 from faircopy.model import loader
-from faircopy.model.decoder import FAMILIES, Decoder
+from faircopy.model.decoder import Decoder
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.selftest import self_test
 from faircopy.model.universal import Universal
+from faircopy.model.weights import FAMILIES
 from tests.helpers import CPU, load
 from tests.zoo import REFUSED, ZOO, build
 
@@ -55,23 +56,23 @@ def test_what_is_served_passes_its_own_test(checkpoint: Callable[..., str], name
         self_test(load(checkpoint(name), dtype), exact=True)
 
 
-def test_the_family_goes_through_our_decoder_and_others_through_the_universal_door(
+def test_the_family_runs_on_our_decoder_and_others_on_the_transformers_backend(
     checkpoint: Callable[..., str],
 ) -> None:
     ours = {"llama", "mistral_window", "qwen2", "qwen3", "glm", "glm4", "phi3", "granite", "smollm3"}
     for name in ours:
         assert isinstance(load(checkpoint(name)), Decoder), name
-        assert isinstance(load(checkpoint(name), door="universal"), Universal)
+        assert isinstance(load(checkpoint(name), backend="transformers"), Universal)
     for name in ("gpt2", "gemma2", "qwen3_moe", "olmo2"):
         assert isinstance(load(checkpoint(name)), Universal), name
     assert {ZOO[name]().model_type for name in ours} <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["llama_yarn", "qwen3", "glm4", "phi3", "granite", "smollm3", "gemma", "seed_oss"])
-def test_both_doors_lead_to_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
+def test_both_backends_write_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
     texts = []
-    for door in ("decoder", "universal"):
-        llm = LLM(load(checkpoint(name), door=door), draft="ngram", memory="32MiB")
+    for backend in ("decoder", "transformers"):
+        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=20))])
     assert texts[0] == texts[1]
 
@@ -82,7 +83,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused_unless_asked_for(
     def fickle(weight: torch.Tensor, bias: torch.Tensor | None = None, exact: bool = True) -> linear.Product:
         return lambda x: torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
 
-    monkeypatch.setattr("faircopy.model.decoder.Decoder._product", staticmethod(fickle))
+    monkeypatch.setattr("faircopy.model.decoder.product", fickle)
     with pytest.raises(UnsupportedModel, match=r"differ in bits.*exact=False"):
         LLM(checkpoint("llama"), **OPTIONS)
     out = LLM(checkpoint("llama"), exact=False, **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=3))
@@ -211,7 +212,7 @@ def test_a_shard_that_is_missing_is_named(checkpoint: Callable[..., str], tmp_pa
         LLM(str(tmp_path), **OPTIONS)
 
 
-def test_a_draft_with_other_words_is_refused_with_the_first_difference(
+def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(
     copy: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = copy()

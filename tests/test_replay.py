@@ -20,8 +20,8 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
-from faircopy.model.decoder import decoder_spec
-from faircopy.model.fused import Fused
+from faircopy.model.fused import Fused, fused_weights
+from faircopy.model.weights import Source, decoder_spec
 from faircopy.replay import runner
 from faircopy.replay.steps import ROWS
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
@@ -32,9 +32,10 @@ PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
 def fused(folder: str) -> Fused:
     """A checkpoint in the GPU's decoder, with torch's own products."""
     config, cpu = loader.load_config(Path(folder)), torch.device("cpu")
-    tensors = loader._Tensors(Path(folder), torch.float32, cpu)
+    tensors = loader.CheckpointTensors(Path(folder), torch.float32, cpu)
     spec, size = decoder_spec(config, *loader.rope_frequencies(config)), config.vocab_size
-    return Fused(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False, config.hidden_act)
+    source = Source(folder, spec, tensors, size, config.max_position_embeddings, torch.float32, False)
+    return Fused(fused_weights(source))
 
 
 @pytest.fixture(autouse=True)

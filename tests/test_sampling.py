@@ -10,7 +10,7 @@ import torch
 from faircopy import rng
 from faircopy.errors import RequestError
 from faircopy.sampling import SamplingRow, choose, filtered, logprobs, probabilities
-from faircopy.testing import TableModel, _plain_choice, _plain_scores
+from faircopy.testing import TableModel, plain_choice, plain_scores
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of, run
 
@@ -85,11 +85,11 @@ def test_choices_are_those_of_the_simple_twin() -> None:
         )
         rows.append(row)
         params, output = row.seq.params, [3, 3, *row.path]
-        scores = _plain_scores(logits[n], (1, 2), output, params, {0, 6}, [])
+        scores = plain_scores(logits[n], (1, 2), output, params, {0, 6}, [])
         for word in row.seq.request.bad_words:
             if len(word) == 1 or output[-1] == word[0]:
                 scores[word[-1]] = -torch.inf
-        expected.append(_plain_choice(scores, params, n, 2 + len(output)))
+        expected.append(plain_choice(scores, params, n, 2 + len(output)))
     assert choose(logits, rows) == expected
     assert [choose(logits[n : n + 1], rows[n : n + 1])[0] for n in range(200)] == expected
 

@@ -13,9 +13,10 @@ from faircopy.drafters.heads import Head
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
-from faircopy.layout.dense import AlignedLayout, DenseLayout
 from faircopy.model.base import Model
-from faircopy.policy import FirstCome, SameLength, WholeBatches
+from faircopy.papers.dense import AlignedLayout, DenseLayout
+from faircopy.papers.policies import SameLength, WholeBatches
+from faircopy.policy import FirstCome
 from faircopy.strategy import STRATEGIES
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
@@ -280,7 +281,7 @@ def test_memory_is_kept_to_when_rows_die() -> None:
             engine.step()
             for layout in engine.layouts:
                 assert isinstance(layout, DenseLayout)
-                assert layout._place.size <= engine.tables.pool.pages * 8 + 6 * 4, strategy
+                assert layout._positions.size <= engine.tables.pool.pages * 8 + 6 * 4, strategy
 
 
 @pytest.mark.parametrize(

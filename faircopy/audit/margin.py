@@ -64,7 +64,7 @@ def decision_scores(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def judge(scores: Tensor, expected: int, got: int, threshold: float) -> Margin:
-    """A tie only if both tokens are as good as the best: a close race between others excuses nobody."""
+    """A tie only if both tokens are as good as the best: a near-tie between other tokens explains nothing."""
     best, second = scores.topk(2).values.tolist() if scores.numel() > 1 else (float(scores[0]), float("-inf"))
     top_two = best - second
     lag = max(best - float(scores[expected]), best - float(scores[got]))

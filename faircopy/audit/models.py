@@ -14,17 +14,14 @@ import torch
 
 from faircopy.audit.margin import first_difference, margin_at
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, ending, versions
+from faircopy.build import load_draft
 from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.drafters.base import Drafter
-from faircopy.drafters.folder import load_head
 from faircopy.drafters.heads import Head
 from faircopy.errors import ConfigError
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.llm import LLM, Answer, Completion, Prompt
-from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
-from faircopy.model.loader import load_model, load_tokenizer, same_words
-from faircopy.model.selftest import self_test
 from faircopy.types import SamplingParams
 
 Draft = str | os.PathLike[str] | Model | Head | Drafter  # a path, "ngram", "none", or the thing itself
@@ -150,8 +147,8 @@ class _Audit:
         prompts = [len(self._prompts[n]) for n in crowd]
         pages = [-(-(a + (p.max_tokens or 0)) // _PAGE) for a, p in zip(prompts, each, strict=True)]
         begin = sum(-(-(length + plan.k) // _PAGE) for length in prompts[:2])
-        models = [self._model, *([plan.draft] if _is_model(plan.draft) else [])]
-        return max(*pages, begin) * _PAGE * sum(map(_token_bytes, models))
+        models: list[Any] = [self._model, *([plan.draft] if _is_model(plan.draft) else [])]
+        return max(*pages, begin) * _PAGE * sum(map(kv_bytes_per_token, models))
 
     def _compare(self, plan: _Plan, crowd: list[int], answers: list[Answer], llm: LLM, seconds: float) -> Run:
         found: dict[int, Difference | None] = {}
@@ -230,15 +227,7 @@ def _load_draft(llm: LLM, draft: Draft) -> tuple[str, Model | Head | Drafter | s
         return str(getattr(path, "name", type(path).__name__)), path
     if path in ("ngram", "none"):
         return path, path if path == "ngram" else None
-    if is_head(path):
-        return path, load_head(path, llm.model)
-    config = llm.config
-    model = load_model(path, config.torch_dtype(), config.torch_device(), config.exact)
-    self_test(model, config.exact)
-    difference = same_words(llm.tokenizer, load_tokenizer(path), (llm.model.vocab, model.vocab))
-    if difference:
-        raise ConfigError("draft", path, f"not the target's words: {difference}", "use a draft of its family")
-    return path, model
+    return path, load_draft(path, llm.model, llm.tokenizer, llm.config)[1]
 
 
 def _check(
@@ -265,11 +254,6 @@ def _seeded(params: SamplingParams) -> SamplingParams:
 
 def _is_model(draft: Any) -> bool:
     return draft is not None and not isinstance(draft, str | Drafter)
-
-
-def _token_bytes(model: Any) -> int:
-    """Keys and values of one token, all layers."""
-    return kv_bytes_per_token(model.layers, model.dtype, model.device)
 
 
 def _device(model: Model) -> str:

@@ -9,7 +9,7 @@ from faircopy.html import document
 
 _CELL, _GAP, _ROW = 12, 3, 40  # pixels per cell and between cells, cells per row
 _MOST = 200  # differences shown; a longer page is no clearer
-_WORDS = {"tie": "rounding tie", "bug": "bug", "unknown": "different"}
+_LABELS = {"tie": "rounding tie", "bug": "bug", "unknown": "different"}
 
 
 def page(report: Report) -> str:
@@ -34,13 +34,13 @@ def _conclusion(report: Report) -> str:
     if report.passed:
         return "Passed: no text differs from its reference in any token."
     kinds = [difference.kind for _, _, difference in report.differences()]
-    counts = [f"{kinds.count(kind)} × {word}" for kind, word in _WORDS.items() if kind in kinds]
+    counts = [f"{kinds.count(kind)} × {label}" for kind, label in _LABELS.items() if kind in kinds]
     return f"Not passed: {', '.join(counts) or 'nothing was compared'}."
 
 
 def _runs(report: Report) -> str:
-    who, names, numbers = figures(report)
-    head = f"<th>{who}</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
+    subject, names, numbers = figures(report)
+    head = f"<th>{subject}</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
     rows = "".join(_run_row(run, row, report.prompts) for run, row in zip(report.runs, numbers, strict=True))
     return (
         f'<h2>Runs</h2><div class="scroll"><table><thead><tr>{head}<th class="n">identical</th><th>prompts</th></tr>'
@@ -72,7 +72,7 @@ def _cells(findings: list[Finding], prompts: list[str]) -> str:
 
 
 def _shape(identical: bool, size: int) -> str:
-    """A square, or a disc for what differs: not everybody tells red from green."""
+    """A square, or a disc for what differs: readable without telling red from green."""
     return f'width="{size}" height="{size}" rx="{2 if identical else size // 2}"'
 
 
@@ -111,7 +111,7 @@ def _difference(run: Run, finding: Finding, difference: Difference, prompt: str)
     }
     rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
     return (
-        f'<article><header><span class="tag {difference.kind}">{_WORDS[difference.kind]}</span>'
+        f'<article><header><span class="tag {difference.kind}">{_LABELS[difference.kind]}</span>'
         f"<h3>Prompt {finding.prompt + 1}, {difference.unit} {difference.position} of the output</h3>"
         f'<span class="soft">{escape(run.name)}</span></header>'
         f"<p>{escape(_sentence(difference.why))}</p><dl>{rows}</dl></article>"

@@ -214,9 +214,9 @@ def _table(report: Report) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    who, names, rows = figures(report)
+    subject, names, rows = figures(report)
     table = Table(title=Text(report.subject))
-    table.add_column(who)
+    table.add_column(subject)
     for name in (*names, "identical"):
         table.add_column(name, justify="right")
     for run, numbers in zip(report.runs, rows, strict=True):
@@ -227,7 +227,7 @@ def _table(report: Report) -> Any:
 
 
 def figures(report: Report) -> tuple[str, list[str], list[list[str]]]:
-    """What the runs are named by, the names of their numbers, and the numbers; without columns nobody knows."""
+    """What the runs are named by, the names of their numbers, and the numbers; columns without values are left out."""
     drafted = any(run.k is not None for run in report.runs)
     columns = {
         "batch" if drafted else "at a time": [str(run.batch) for run in report.runs],

@@ -48,9 +48,10 @@ def audit_servers(
     api_key: str | None = None,
     client: httpx.Client | None = None,
 ) -> Report:
-    """Ask the first server for every text, one at a time; then the others, so many at a time; and compare.
+    """Ask the first server, the reference, for every text, one at a time; then the others, `concurrency` at a time.
 
-    `tie` is the distance in log probability below which a difference counts as rounding: nobody tells a server's dtype.
+    `tie` is the distance in log probability below which a difference counts as rounding: a server does not tell its
+    dtype.
     """
     _check(urls, prompts, concurrency)
     body = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -150,7 +151,7 @@ class _Server:
 
 
 def _ask(server: _Server, prompts: Seq[str], many: int) -> list[_Text]:
-    """Every prompt's text, so many at a time; the first failure ends the audit."""
+    """Every prompt's text, `many` requests at a time; the first failure ends the audit."""
     if many == 1:
         return [server.complete(prompt) for prompt in prompts]
     with ThreadPoolExecutor(many) as pool:
@@ -216,7 +217,7 @@ def _explain(want: _Text, said: str | None, place: int, tie: float | None) -> tu
     """The reference's margin at a token, and what it says about the token that came instead."""
     best = sorted((want.top[place] if place < len(want.top) else {}).values(), reverse=True)
     if len(best) < 2:
-        return None, "unknown", "the reference gave no log probabilities here, so nobody can tell why"
+        return None, "unknown", "the reference gave no log probabilities here, so the cause is unknown"
     margin = best[0] - best[1]
     says = f"the reference's best two tokens are {margin:.3g} apart in log probability"
     if tie is None:

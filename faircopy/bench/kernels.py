@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from faircopy.bench.kernel_checks import checks
 from faircopy.bench.shapes import QWEN3
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.kernels.gpu import attention
 from faircopy.kernels.gpu.linear import Linear
+from faircopy.testing.kernel_checks import checks
 
 ROWS = (8, 48, 192, 384)
 COLD = 256 << 20  # weights and keys rotate through more bytes than the cache holds

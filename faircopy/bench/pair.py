@@ -6,21 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from faircopy import bundled
-from faircopy.bench.inflate import inflated_model
-from faircopy.drafters.folder import load_head
+from faircopy.build import load_draft
 from faircopy.drafters.heads import Head
 from faircopy.llm import LLM
-from faircopy.model.anatomy import is_head
 from faircopy.model.base import Model
-from faircopy.model.loader import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Models, and the words of the target."""
+    """A target, its draft, and its tokenizer."""
 
     target: Model
     draft: Model | Head | None
@@ -28,20 +22,7 @@ class Pair:
 
 
 def load_pair(target: str, draft: str | None, **options: Any) -> Pair:
-    """Two checkpoints, tested as LLM tests them, or a target and a head of its own; options are LLM's."""
+    """A target, and a draft model or head for it, loaded and checked by LLM; options are LLM's."""
     llm = LLM(target, memory="64MiB", **options)
-    if draft is not None and is_head(draft):
-        return Pair(llm.model, load_head(draft, llm.model), llm.encode)
-    small = LLM(draft, memory="64MiB", **options).model if draft is not None else None
+    _, small = load_draft(draft, llm.model, llm.tokenizer, llm.config)
     return Pair(llm.model, small, llm.encode)
-
-
-def widened_pair(target: Any, draft: Any, dtype: torch.dtype, device: str, exact: bool) -> Pair:
-    """The bundled pair at the shapes of these configurations: its text at their cost, made on the device."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact}
-    tokenizer: Any = load_tokenizer(bundled.target())
-    return Pair(
-        inflated_model(bundled.target(), target, **options),
-        inflated_model(bundled.draft(), draft, **options),
-        lambda text: list(tokenizer.encode(text)),
-    )

@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from faircopy.bench.phases import PHASES
-from faircopy.bench.run import HOST, PADDED
+from faircopy.bench.run import EAGER, PADDED
 from faircopy.errors import ConfigError
 
 _COLOURS = {
     "plain": "#777777", "ragged": "#1b7f4b", "ems": "#7fbf7b", "unpad_inputs": "#5ab4d6", "unpad_cache": "#2166ac",
     "padded": "#c23b2e", "realign": "#e08214", "pool": "#8073ac",
 }  # fmt: skip
-_STYLES = {"refilled": ("--", "o"), "whole batches": ("--", "o"), HOST: (":", "s"), PADDED: ("-.", "^")}
+_STYLES = {"refilled": ("--", "o"), "whole batches": ("--", "o"), EAGER: (":", "s"), PADDED: ("-.", "^")}
+_STYLES["from the host"] = _STYLES[EAGER]  # its name in older result files
 _SHADES = ("#9ecae1", "#3182bd", "#31a354", "#e6550d", "#756bb1", "#bdbdbd")
 
 
 def plot_lines(
     file: Path, title: str, label: str, lines: dict[str, list[tuple[int, float]]], one: bool = False
 ) -> None:
-    """A line per strategy over batch sizes; with `one`, a line where nothing is gained."""
+    """A line per strategy over batch sizes; with `one`, a dotted line at 1, where nothing is gained."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
     for name, points in lines.items():
@@ -29,7 +30,7 @@ def plot_lines(
         look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name)}
         axes.plot(*zip(*points, strict=True), label=name, **look)
     batches = sorted({batch for points in lines.values() for batch, _ in points})
-    axes.set(xlabel="batch", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
+    axes.set(xlabel="batch size, sequences", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     if one:
@@ -48,7 +49,7 @@ def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, 
         axes.bar(range(len(stacks)), heights, bottom=bottom, label=phase, color=shade, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(stacks)), labels, rotation=90, fontsize=7)
-    axes.set(ylabel="share of time", ylim=(0, 1.15))
+    axes.set(ylabel="share of a step's time", ylim=(0, 1.15))
     _finish(file, title, figure, axes, columns=len(PHASES))
 
 
@@ -65,7 +66,7 @@ def _colour(name: str) -> str:
 
 
 def _style(name: str) -> tuple[str, str]:
-    """Line and marker, by the last word on how the strategy is run."""
+    """Line and marker, by how the strategy is run: the last part of its name."""
     return _STYLES.get(name.rpartition(", ")[2], ("-", "o"))
 
 

@@ -1,4 +1,4 @@
-"""Result files as tables, plots and one page: what each strategy gained, and what it cost."""
+"""Result files as tables, plots and one page: what each strategy gains, and what it costs."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def plot(panel: Panel, out: Path) -> list[Path]:
         name: line for name, line in panel.lines(lambda r: panel.speedup(r, kind)).items() if name != "plain"
     }
     lines = {
-        "throughput": (f"tokens {_per(panel)} while decoding", panel.lines(lambda r: float(r[kind]["median"]))),
-        "speedup": ("times plain decoding", speculative),
-        "accepted": ("tokens per pass of the target", panel.lines(_per_pass)),
+        "throughput": (f"tokens {_per(panel)}, prompt steps left out", panel.lines(lambda r: float(r[kind]["median"]))),
+        "speedup": ("speed-up over plain decoding, prompt steps left out", speculative),
+        "accepted": ("tokens per pass of the target, whole batch", panel.lines(_per_pass)),
     }
     made = []
     for name, (label, values) in lines.items():
@@ -160,10 +160,7 @@ def _page(panels: list[Panel], plots: dict[str, list[Path]]) -> str:
     records = [record for panel in panels for record in panel.cells.values() if record["name"] != "plain"]
     ragged = [record for record in records if record["strategy"] == "ragged"]
     tone = "good" if all(record["identical"] == record["of"] for record in ragged or records) else "bad"
-    body = [
-        "<h1>faircopy: strategies side by side</h1>"
-        f'<p class="verdict {tone}">{_same(records)} texts are plain decoding\'s; of ragged {_same(ragged)}</p>'
-    ]
+    body = [f'<h1>faircopy: strategies side by side</h1><p class="verdict {tone}">{verdict(records, ragged)}</p>']
     for panel in panels:
         body.append(f"<h2>{escape(panel.title)}</h2><p class='soft'>{escape(_said(panel))}</p>")
         body += [_image(file) for file in plots[panel.slug]]
@@ -171,8 +168,16 @@ def _page(panels: list[Panel], plots: dict[str, list[Path]]) -> str:
     return "\n".join([*body, *(_settings(panel) for panel in panels)])
 
 
-def _same(records: list[Record]) -> str:
-    return f"{sum(r['identical'] for r in records)} of {sum(r['of'] for r in records)}"
+def verdict(records: list[Record], ragged: list[Record]) -> str:
+    """How many texts equal plain decoding, and how many of `ragged`, which promises it."""
+    (same, total), (own, owns) = _counts(records), _counts(ragged)
+    if same == total:
+        return f"All {total:,} texts equal plain decoding" + (f" ({owns:,} of them with ragged)" if owns else "")
+    return f"{same:,} of {total:,} texts equal plain decoding" + (f" ({own:,} of {owns:,} with ragged)" if owns else "")
+
+
+def _counts(records: list[Record]) -> tuple[int, int]:
+    return sum(r["identical"] for r in records), sum(r["of"] for r in records)
 
 
 def _image(file: Path) -> str:
@@ -208,7 +213,7 @@ def _times(panel: Panel, kind: str) -> Callable[[Record], str]:
 
 def _costs(panel: Panel) -> Table:
     head = ["", "batch", "tokens per sequence and step", "tokens per pass", "padded rows", "KV rows moved per token",
-            "grouped steps", "peak KV, MiB", "texts as plain"]  # fmt: skip
+            "grouped steps", "peak KV, MiB", "texts equal to plain"]  # fmt: skip
     return Table("Gains and costs", head, [[r["name"], str(r["batch"]), *_cost(r)] for r in _ordered(panel)])
 
 
@@ -241,7 +246,7 @@ def _pass(record: Record) -> list[str]:
 
 
 def _shares(record: Record) -> dict[str, float]:
-    """Each phase's part of the time; empty if nobody looked."""
+    """Each phase's share of the time; empty if phases were not timed."""
     total = sum(record["phases"].values())
     return {phase: record["phases"].get(phase, 0.0) / total for phase in PHASES} if total else {}
 

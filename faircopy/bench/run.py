@@ -28,8 +28,8 @@ from faircopy.types import Request, SamplingParams
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the latter for one thread on a busy machine
 DRAFTERS = ("none", "ngram", "model")
-HOST, PADDED = "from the host", "padded inputs"  # steps that are not captured; captured ones whose rows are not packed
-STEPS = ("", HOST, PADDED)
+EAGER, PADDED = "eager", "padded inputs"  # steps that are not captured; captured ones whose rows are not packed
+STEPS = ("", EAGER, PADDED)
 COUNTERS = (
     "steps", "grouped_steps", "sequence_steps", "tokens_fed", "tokens_padded", "rows_moved", "drafted", "accepted",
     "emitted", "preemptions",
@@ -54,8 +54,8 @@ class Case:
         if self.drafter == "none" and self.strategy == "ragged":
             return "plain"
         published = self.refill is None or self.refill == STRATEGIES[self.strategy].refills
-        words = [self.strategy, "" if published else "refilled" if self.refill else "whole batches", self.steps]
-        return ", ".join(word for word in words if word)
+        parts = [self.strategy, "" if published else "refilled" if self.refill else "whole batches", self.steps]
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Bench:
     profile: bool = True
     budget: float = float("inf")  # seconds per batch size: repeats stop once they are spent
     options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
-    settings: dict[str, Any] = field(default_factory=dict)  # said in the result file, not used
+    settings: dict[str, Any] = field(default_factory=dict)  # written to the result file, not used
     clock: str = "wall"
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Pass:
 
 @dataclass(slots=True)
 class _Entry:
-    """A case on its way."""
+    """A case, its engine, and what was measured so far."""
 
     case: Case
     engine: Engine
@@ -125,7 +125,7 @@ def _together(bench: Bench, workload: Workload, cases: list[Case], progress: Pro
 
 
 def checked(bench: Bench, case: Case) -> Case:
-    """The case, or what is wrong with it before anything has run."""
+    """The case, if it can be run; refused before anything has run if not."""
     if case.drafter not in DRAFTERS:
         raise ConfigError("drafter", case.drafter, "unknown", f"use one of {', '.join(DRAFTERS)}")
     if case.drafter == "model" and bench.draft is None:
@@ -146,7 +146,7 @@ def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
             "chunk": 1 << 20,
             "memory": _memory(bench, case, workload),
             "device": bench.target.device.type,
-            "graphs": case.steps != HOST,
+            "graphs": case.steps != EAGER,
             "pack_rows": case.steps != PADDED,
             **bench.options,
         }
@@ -157,20 +157,15 @@ def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
 
 
 def _memory(bench: Bench, case: Case, workload: Workload) -> int:
-    """Bytes for the longest row of a shared length, twice over: nobody is to be preempted."""
+    """Bytes for twice the longest row of a shared length, so that no sequence is preempted."""
     longest = max(map(len, workload.prompts)) + workload.tokens * (case.k + 1) + 64
     rows = case.batch if case.strategy != "pool" else EngineConfig(max_batch=case.batch).window()
     models = [bench.target, *([bench.draft] if bench.draft is not None else [])]
-    return 2 * rows * longest * sum(map(token_bytes, models))
-
-
-def token_bytes(model: Model | Head) -> int:
-    """Keys and values of one token."""
-    return kv_bytes_per_token(model.layers, model.dtype, model.device)
+    return 2 * rows * longest * sum(map(kv_bytes_per_token, models))
 
 
 def _measure(bench: Bench, entries: list[_Entry], workload: Workload, progress: Progress) -> None:
-    """Warm everything up, then repeat in turns, so that a busy minute hits all cases alike."""
+    """Warm all cases up, then repeat them in turns, so that a busy minute slows all of them equally."""
     total, done = len(entries) * (bench.warmup + bench.repeats + bench.profile), 0
     begin = time.perf_counter()
     for turn in range(bench.warmup + bench.repeats + bench.profile):
@@ -196,7 +191,7 @@ def _turn(bench: Bench, entry: _Entry, workload: Workload, turn: int) -> None:
 
 
 def _warming(bench: Bench, workload: Workload) -> Workload:
-    """What warms up: a few tokens each. On a GPU all of them, as graphs and kernels are made where first needed."""
+    """The warm-up: a few tokens per prompt; on a GPU all, because graphs and kernels are made where first needed."""
     return workload if bench.target.device.type == "cuda" else replace(workload, tokens=min(8, workload.tokens))
 
 
@@ -223,7 +218,7 @@ def one_pass(engine: Engine, workload: Workload, clock: Callable[[], float] = ti
     seconds = clock() - begin
     now = engine.meter.snapshot()
     counters = {name: now[name] - before[name] for name in COUNTERS}
-    peak = engine.meter.pages_peak * engine.tables.page * token_bytes(engine.target.model)
+    peak = engine.meter.pages_peak * engine.tables.page * kv_bytes_per_token(engine.target.model)
     whole = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Pass([seq.output for seq in seqs], seconds, decode, decoded, counters, peak, whole)
 
@@ -267,9 +262,9 @@ def _record(bench: Bench, workload: Workload, entry: _Entry, texts: list[list[in
     }
 
 
-def spread(values: dict[str, Any], word: str = "") -> str:
-    """How far the repeats of a rate lie apart, behind this word; one run says nothing about that."""
-    return f"{word}{values['spread']:.0%}" if len(values["values"]) > 1 else "one run"
+def spread(values: dict[str, Any], label: str = "") -> str:
+    """(largest - smallest) / median of the repeats, behind a label; "one run" if there are no repeats."""
+    return f"{label}{values['spread']:.0%}" if len(values["values"]) > 1 else "one run"
 
 
 def _short(name: str) -> str:

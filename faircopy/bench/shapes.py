@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faircopy.model.base import Model
 from faircopy.model.loader import build_decoder
+from faircopy.model.weights import DenseModel
 
 _QWEN3: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ def qwen3_config(name: str, context: int = 4096, **changes: Any) -> Any:
     return Qwen3Config(**{**QWEN3[name], "max_position_embeddings": context, **changes})
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device, exact: bool = True) -> Model:
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, exact: bool = True) -> DenseModel:
     """A decoder of the configuration's shape, its weights drawn on the device."""
     width = config.head_dim
     frequencies = 1.0 / (1e6 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))

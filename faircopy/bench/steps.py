@@ -14,6 +14,7 @@ from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.model.base import Model
+from faircopy.model.weights import DenseModel
 from faircopy.types import Batch, Draft, Request, Sequence
 
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
@@ -36,7 +37,7 @@ def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QW
             model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"), exact)
             times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
             read = weight_bytes(model)
-            floors = [(read + cache_bytes(model, batch, context)) / rate * 1e3 for batch, _ in PASSES]
+            floors = [(read + batch * context * kv_bytes_per_token(model)) / rate * 1e3 for batch, _ in PASSES]
             del model
             torch.cuda.empty_cache()
         for n, (batch, rows) in enumerate(PASSES):
@@ -65,7 +66,7 @@ def pass_ms(model: Model, batch: int, rows: int, context: int, first: bool = Fal
 
 
 def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
-    """A layout filled with noise and a pass of so many rows for each sequence at this context."""
+    """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
     tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)
     for layer in range(len(model.layers)):
@@ -86,11 +87,6 @@ def _sequence(n: int, length: int, tables: BlockTables, room: int) -> Sequence:
     return seq
 
 
-def weight_bytes(model: Any, head: bool = True) -> int:
+def weight_bytes(model: DenseModel, head: bool = True) -> int:
     """Bytes of weights a pass reads: everything but the embedding's unread rows."""
-    products = [p for layer in model._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return sum(product.weight.nbytes for product in products + ([model._head] if head else []))
-
-
-def cache_bytes(model: Model, batch: int, context: int) -> int:
-    return kv_bytes_per_token(model.layers, model.dtype, model.device) * batch * context
+    return model.weights.layer_bytes + (model.weights.head_bytes if head else 0)

@@ -28,7 +28,7 @@ class Workload:
 
 
 def texts(name: str, prompts: list[str], encode: Encode, tokens: int, context: int) -> Workload:
-    """Anybody's prompts, for example Spec-Bench's first turns, cut where the context would be too short for answers."""
+    """Given prompts, for example Spec-Bench's first turns, cut where the context would be too short for answers."""
     room = context - tokens
     if room < 1:
         raise ConfigError("max_tokens", tokens, f"leaves no room in a context of {context}", "lower it")

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from faircopy.drafters.blocks import BlockShape
-from faircopy.drafters.clover import Clover
-from faircopy.drafters.clover2 import Clover2
-from faircopy.drafters.eagle3 import Eagle3, options_for
 from faircopy.drafters.heads import Head, HeadConfig
-from faircopy.drafters.medusa import Medusa
+from faircopy.drafters.networks.blocks import BlockShape
+from faircopy.drafters.networks.clover import Clover
+from faircopy.drafters.networks.clover2 import Clover2
+from faircopy.drafters.networks.eagle3 import Eagle3, options_for
+from faircopy.drafters.networks.medusa import Medusa
 from faircopy.errors import CheckpointError, ConfigError
 from faircopy.model.anatomy import anatomy, fingerprint, load_head_folder, save_head_folder
-from faircopy.model.base import Model, Words
+from faircopy.model.base import Model, TokenWeights
 
 METHODS: dict[str, Callable[[HeadConfig], Head]] = {
     "medusa": Medusa,
@@ -28,7 +28,9 @@ METHODS: dict[str, Callable[[HeadConfig], Head]] = {
 LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7}  # default number of tokens drafted ahead
 
 
-def new_head(method: str, target: str, words: Words, levels: int | None = None, seed: int = 0, **options: Any) -> Head:
+def new_head(
+    method: str, target: str, weights: TokenWeights, levels: int | None = None, seed: int = 0, **options: Any
+) -> Head:
     """A head for this checkpoint before training, on the CPU in float32."""
     if method not in METHODS:
         raise ConfigError("method", method, "unknown", f"use one of {', '.join(METHODS)}")
@@ -45,7 +47,7 @@ def new_head(method: str, target: str, words: Words, levels: int | None = None, 
         options=options,
     )
     torch.manual_seed(seed)
-    head = METHODS[method](config).bind(words)
+    head = METHODS[method](config).bind(weights)
     head.start_from(body.last_layer, body.norm)
     return head
 
@@ -76,4 +78,4 @@ def load_head(path: str, target: Model) -> Head:
     except RuntimeError as error:
         raise CheckpointError("draft", path, f"its weights do not fit ({error})", "train it again") from error
     head.name = path
-    return head.to(target.device, target.dtype).bind(target.words()).requires_grad_(False)
+    return head.to(target.device, target.dtype).bind(target.token_weights()).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What a draft head is: a network that reads the target's hidden states, and the lessons it learns from.
+"""What a draft head is: a network that reads the target's hidden states.
 
 Row t of a head holds token t and the target's state of the row before it, so a head's keys and values lie at the
 target's slots and depend on the tokens up to there alone.
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attend, BlockShape, causal
+from faircopy.drafters.networks.blocks import Attend, BlockShape, causal
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape
-from faircopy.model.base import Words
+from faircopy.model.base import TokenWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,46 +51,27 @@ class Guess(NamedTuple):
     out: Tensor
 
 
-@dataclass(slots=True)
-class Lesson:
-    """A batch of text as the target sees it."""
-
-    tokens: Tensor  # [B, L]
-    states: Tensor  # [B, L, F]: what the head wants of the rows before
-    logits: Tensor  # [B, L, V] the target's own
-    final: Tensor  # [B, L, hidden] the normalised states its head reads
-
-
-class Teaching(NamedTuple):
-    """What one level should predict; rows without a state before them are left out."""
-
-    labels: Tensor  # [B, N] the text
-    logits: Tensor  # [B, N, V] the target's
-    final: Tensor  # [B, N, hidden]
-
-
 class Head(nn.Module, ABC):
     """Guesses tokens from the target's hidden states. [B, T, ...] are texts in training, else one row of packed ones.
 
-    Each method is a subclass: what it reads, how it steps from a token to the next guesses, its tree and its loss.
+    Each method is a subclass: what it reads, how it steps from a token to the next guesses, and its tree.
+    Its loss is in train/losses.py.
     """
 
     deep: ClassVar[bool] = False  # whether guesses beyond the first level need keys and values of their own
-    decay: ClassVar[float] = 0.8  # what a level's loss weighs against the one before
-    clipping: ClassVar[dict[str, Any]] = {}  # of gradients, where the paper says so: see train.loop.Settings
 
     def __init__(self, config: HeadConfig, wants: tuple[int, ...], layers: int = 0) -> None:
         super().__init__()
         self.config, self.wants, self.levels = config, wants, config.levels
         self.layers: list[LayerShape] = [config.shape.cached] * layers
         self.name, self.vocab, self.context = config.method, config.vocab, config.shape.context
-        self._words: Words | None = None
+        self._token_weights: TokenWeights | None = None
         self._product: Product | None = None
 
     @property
-    def words(self) -> Words:
-        assert self._words is not None, "a head was used before it was bound to its target"
-        return self._words
+    def token_weights(self) -> TokenWeights:
+        assert self._token_weights is not None, "a head was used before it was bound to its target"
+        return self._token_weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,23 +87,18 @@ class Head(nn.Module, ABC):
         return len(self.wants) * self.config.shape.hidden
 
     @property
-    def trained(self) -> int:
-        """How many levels its loss looks at."""
-        return self.levels
-
-    @property
     def size(self) -> int:
         """Trained parameters."""
         return sum(p.numel() for p in self.parameters())
 
-    def bind(self, words: Words) -> Self:
+    def bind(self, weights: TokenWeights) -> Self:
         """Share the target's embedding and head; they are not part of its own weights."""
-        self._words = words
+        self._token_weights = weights
         return self
 
     def serve(self) -> Self:
         """From now on it only guesses: the target's head is packed as the target packs its own."""
-        self._product = product(self.words.rows.to(self.dtype), self.words.bias, exact=False)
+        self._product = product(self.token_weights.rows.to(self.dtype), self.token_weights.bias, exact=False)
         return self.eval()
 
     @abstractmethod
@@ -137,10 +113,6 @@ class Head(nn.Module, ABC):
         """An empty tree of the method's own kind."""
         return Tree(max_nodes)
 
-    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
-        """What one level got wrong: cross entropy with the text, unless a method says otherwise."""
-        return F.cross_entropy(guess.logits.flatten(0, 1).float(), teaching.labels.flatten())
-
     def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
         """All levels over whole texts, each given the true tokens before: level j loses its last j + 1 rows."""
         length = tokens.shape[1]
@@ -151,19 +123,6 @@ class Head(nn.Module, ABC):
             memory = guess.memory
             yield guess
 
-    def loss(self, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted over levels; metrics are how often each level's first guess is the target's."""
-        total, metrics = torch.zeros((), device=lesson.tokens.device), {}
-        for level, guess in enumerate(self.unroll(lesson.states, lesson.tokens, self.trained)):
-            teaching, known = teaching_of(lesson, level), known_rows(guess)
-            total = total + self.decay**level * self.level_loss(known, teaching)
-            metrics[f"top1_{level + 1}"] = self.right(known, teaching)
-        return total, metrics
-
-    @torch.no_grad()
-    def right(self, guess: Guess, teaching: Teaching) -> Tensor:
-        return (guess.logits.argmax(-1) == teaching.logits.argmax(-1)).float().mean()
-
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
         """Initial weights, from the target's last layer and final norm where the method says so."""
 
@@ -173,35 +132,18 @@ class Head(nn.Module, ABC):
 
     def speak(self, out: Tensor) -> Tensor:
         """Logits of states, through the target's head."""
-        words = self.words
+        weights = self.token_weights
         if self._product is not None:
             logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
         else:
-            bias = None if words.bias is None else words.bias.to(out.dtype)
-            logits = F.linear(out, words.rows.to(out.dtype), bias)
-        return logits if words.divisor == 1.0 else logits / words.divisor
+            bias = None if weights.bias is None else weights.bias.to(out.dtype)
+            logits = F.linear(out, weights.rows.to(out.dtype), bias)
+        return logits if weights.divisor == 1.0 else logits / weights.divisor
 
     def _like(self) -> Tensor:
         return next(self.parameters())
 
 
-def soft_cross_entropy(logits: Tensor, wanted: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Against the target's whole distribution, over all rows or those marked."""
-    each = -(torch.softmax(wanted.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
-    return each.mean() if rows is None else (each * rows).sum() / rows.sum().clamp(min=1)
-
-
 def text_rows(tokens: Tensor) -> Rows:
     """Whole texts: every row sees those before it."""
     return Rows(torch.arange(tokens.shape[1], device=tokens.device), causal)
-
-
-def known_rows(guess: Guess) -> Guess:
-    """Without the first row, which has no state before it."""
-    return Guess(*(part[:, 1:] for part in guess))
-
-
-def teaching_of(lesson: Lesson, level: int) -> Teaching:
-    """Row t at level j predicts the token at t + 1 + j, as the target's row t + j does."""
-    rows = slice(1 + level, -1)
-    return Teaching(lesson.tokens[:, 2 + level :], lesson.logits[:, rows], lesson.final[:, rows])

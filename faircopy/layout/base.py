@@ -78,12 +78,23 @@ class Layout(Cache, Protocol):
     def forget(self, seq: Sequence) -> None: ...
 
 
-def kv_bytes_per_token(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of one token's keys and values in all these layers."""
-    numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in layers)
-    return numbers * cache_dtype(dtype, device).itemsize
-
-
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Attention on the CPU runs in float32 whatever the type: its 16-bit kernel may choose its way by the load."""
     return torch.float32 if device.type == "cpu" else dtype
+
+
+class Cached(Protocol):
+    """Anything with layers that keep keys and values: a model, or a draft head."""
+
+    @property
+    def layers(self) -> list[LayerShape]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def kv_bytes_per_token(model: Cached) -> int:
+    """Bytes of keys and values that one token keeps in all layers."""
+    size = cache_dtype(model.dtype, model.device).itemsize
+    return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.block_tables import BlockTables
+from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -300,13 +300,6 @@ def _counters(device: torch.device) -> Tensor:
     return counters(device)
 
 
-def node_depths(parents: list[int]) -> Ints:
-    depths = np.empty(len(parents), np.int64)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    return depths
-
-
 def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
     """Behind the tokens, as deep as each node is in its tree."""
     if not live or draft.is_chain(i):
@@ -315,26 +308,8 @@ def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
     return depths
 
 
-def wanted_rows(seq: Sequence, start: int, upto: int, complete: bool, nodes: int) -> list[int]:
-    """Rows of the sequence whose logits are needed: asked-for prompt rows, the last token, nodes."""
-    fed = upto - start
-    prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
-    last = fed - 1 if complete and fed else fed
-    return [*range(prompt), *range(max(last, prompt), fed + nodes)]
-
-
 def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, apart: bool) -> Tensor:
     """[slots, 2, Hkv, D]: keys and values side by side, so that one gather reads both; apart, as kernels want them."""
     if apart:
         return torch.zeros(2, *shape, dtype=dtype, device=device).transpose(0, 1)
     return torch.zeros(shape[0], 2, *shape[1:], dtype=dtype, device=device)
-
-
-def pad_last(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last dimension, where a layer's values are narrower than its keys."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def finite_or_zero(x: Tensor) -> Tensor:
-    """A masked NaN still spreads (NaN - inf, 0 * NaN), to other queries and to a page's next holder: store zeros."""
-    return torch.nan_to_num(x, 0.0, 0.0, 0.0)

@@ -1,6 +1,6 @@
-"""What a checkpoint is made of, for those who build on it: sizes, the last layer's weights, what tells it from others.
+"""What draft heads need to know of a checkpoint: sizes, the last layer's weights, a fingerprint.
 
-Also the folders that heads are kept in, since only this room knows file formats.
+Also reading and writing the folders of draft heads, since only this room knows file formats.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from faircopy.errors import CheckpointError
-from faircopy.model.decoder import FAMILIES, head_size
-from faircopy.model.loader import _read_json, _Tensors, find_checkpoint, load_config
+from faircopy.model.loader import CheckpointTensors, find_checkpoint, load_config, read_json
 from faircopy.model.universal import context_length
+from faircopy.model.weights import FAMILIES, head_size
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A causal language model's sizes, in the words of its layers."""
+    """A causal language model's sizes, by the names that decoder layers use."""
 
     vocab: int
     depth: int
@@ -36,7 +36,7 @@ class Anatomy:
 def anatomy(path: str) -> Anatomy:
     """Of a folder or hub id."""
     folder = find_checkpoint(path)
-    config, tensors = load_config(folder), _Tensors(folder, torch.float32, torch.device("cpu"))
+    config, tensors = load_config(folder), CheckpointTensors(folder, torch.float32, torch.device("cpu"))
     depth, hidden = config.num_hidden_layers, config.hidden_size
     offset = FAMILIES.get(config.model_type, {}).get("norm_offset", 0.0)
     at = f"model.layers.{depth - 1}."
@@ -51,7 +51,7 @@ def anatomy(path: str) -> Anatomy:
     )
 
 
-def _read(tensors: _Tensors, name: str, offset: float) -> Tensor:
+def _read(tensors: CheckpointTensors, name: str, offset: float) -> Tensor:
     tensor = tensors(name)
     assert tensor is not None, "a name that was listed"
     return tensor + offset if name.endswith("layernorm.weight") else tensor
@@ -76,7 +76,7 @@ def _layer(config: Any, last: dict[str, Tensor]) -> dict[str, Any]:
 
 def fingerprint(path: str) -> str:
     """What tells one checkpoint from another, whatever the type of its numbers: the first ones of every tensor."""
-    tensors = _Tensors(find_checkpoint(path), torch.bfloat16, torch.device("cpu"))
+    tensors = CheckpointTensors(find_checkpoint(path), torch.bfloat16, torch.device("cpu"))
     digest = hashlib.sha256()
     for name in sorted(tensors.names()):
         digest.update(f"{name} {tensors.shape(name)}".encode())
@@ -87,7 +87,7 @@ def fingerprint(path: str) -> str:
 def is_head(path: str) -> bool:
     """Whether a folder holds a draft head of ours."""
     file = Path(path).expanduser() / CONFIG
-    return file.is_file() and "method" in _read_json(file)
+    return file.is_file() and "method" in read_json(file)
 
 
 def save_head_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -109,6 +109,6 @@ def load_head_folder(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     folder = Path(path).expanduser()
     try:
-        return _read_json(folder / CONFIG), load_file(folder / WEIGHTS)
+        return read_json(folder / CONFIG), load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise CheckpointError("draft", path, f"cannot be loaded ({error})", "train or fetch the head again") from error

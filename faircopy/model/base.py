@@ -1,4 +1,4 @@
-"""What the runner needs of a model, whichever door it came through."""
+"""What the runner needs of a model, whichever backend runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TokenWeights:
     """What a model knows of single tokens: its embedding [V, hidden] and the rows of its head [V, hidden]."""
 
     embedding: Tensor
@@ -51,5 +51,5 @@ class Model(Protocol):
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]; taps collect hidden states of all rows."""
 
-    def words(self) -> Words:
+    def token_weights(self) -> TokenWeights:
         """The weights that heads of their own share with it."""

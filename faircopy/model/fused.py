@@ -1,11 +1,12 @@
-"""Our decoder on a GPU: the same weights and the same structure, seven kernels a layer.
+"""The fused decoder for the dense Llama family on a GPU: seven kernels a layer, over a cache that kernels write.
 
 Products leave their spans unadded; whatever reads them next adds them on the way: the residual stream, or the heads.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from torch import Tensor
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.linear import Product
-from faircopy.kernels.norm import rms_norm
 from faircopy.layout.base import Cache, Packed
-from faircopy.model.base import FINAL, Taps
-from faircopy.model.decoder import Decoder, Spec, Tensors, _Layer
+from faircopy.model.base import FINAL, Taps, TokenWeights
+from faircopy.model.decoder import Decoder
+from faircopy.model.weights import Products, Source, Weights
 
 
 @runtime_checkable
@@ -30,52 +31,48 @@ class FusedCache(Protocol):
     def watch(self, healthy: Tensor) -> None: ...
 
 
-class Fused(Decoder):
-    """A dense decoder over packed rows; any other cache than a fused one is served as the decoder does it."""
+def fused_weights(source: Source) -> Weights[Linear]:
+    """The weights with the GPU's products; gate and up rows alternate, so that one tile holds both of each pair."""
 
-    _product = staticmethod(Linear)
+    def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
+        return partial(Linear.gating(weight, bias, exact).gated, kind=source.spec.activation)
 
-    def __init__(
-        self,
-        name: str,
-        spec: Spec,
-        tensors: Tensors,
-        vocab: int,
-        context: int,
-        dtype: torch.dtype,
-        exact: bool,
-        activation: str,
-    ) -> None:
-        super().__init__(name, spec, tensors, vocab, context, dtype, exact)
-        self._activation = activation
+    return Weights(source, Products(Linear, gated))
 
-    def _gate_up(self, at: str) -> Product:
-        return Linear.gating(*self._joined(at, "gate_up_proj", ("gate_proj", "up_proj")), self._exact)
 
-    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
-        y = rms_norm(x, layer.before_mlp, self.spec.eps)
-        return layer.down(cast(Linear, layer.gate_up).gated(y, self._activation))
+class Fused:
+    """A dense decoder over packed rows; passes over other caches run in the eager decoder, with the same weights."""
+
+    def __init__(self, weights: Weights[Linear]) -> None:
+        source = weights.source
+        self.name, self.vocab, self.context = source.name, source.vocab, source.context
+        self.weights, self.spec, self._eager = weights, weights.spec, Decoder(weights)
+        self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
+        self._multiplier = float(weights.multiplier)  # as the type rounds it
+
+    def token_weights(self) -> TokenWeights:
+        return self.weights.token_weights()
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         if not isinstance(cache, FusedCache) or cache.suite is None:
-            return super().forward(packed, cache, taps)
+            return self._eager.forward(packed, cache, taps)
         y = self._states(packed, cache, cache.suite, taps)
         every = packed.wanted.shape[0] == packed.size
-        logits = self._head(y if every else y.index_select(0, packed.wanted))
+        logits = self.weights.head(y if every else y.index_select(0, packed.wanted))
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
     def _states(self, packed: Packed, cache: FusedCache, suite: Suite, taps: Taps | None = None) -> Tensor:
         """The last layer's normalised output of every row [T, hidden]."""
-        s, layers = self.spec, self._layers
+        s, w, layers = self.spec, self.weights, self.weights.layers
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
-        x, y = suite.embed_norm(packed.ids, self._embedding, layers[0].before_attention, self._multiplier_value, s.eps)
+        x, y = suite.embed_norm(packed.ids, w.embedding, layers[0].before_attention, self._multiplier, s.eps)
         for i, layer in enumerate(layers):
             if taps is not None:
                 taps(i, x, copy=True)  # the stream is added to in place
             last = i == len(layers) - 1
             out = self._heads(i, y, packed, cache, suite)
-            parts = cast(Linear, layer.out).parts(out.view(packed.size, -1))
+            parts = layer.out.parts(out.view(packed.size, -1))
             y = suite.add_norm(
                 x,
                 parts,
@@ -85,8 +82,8 @@ class Fused(Decoder):
                 s.residual_multiplier,
                 healthy if last else None,
             )
-            parts = cast(Linear, layer.down).parts(cast(Linear, layer.gate_up).gated(y, self._activation))
-            after = self._norm if last else layers[i + 1].before_attention
+            parts = layer.down.parts(layer.gate_up(y))
+            after = w.norm if last else layers[i + 1].before_attention
             y = suite.add_norm(x, parts, after, s.eps, layer.after_mlp, s.residual_multiplier)
         cache.watch(healthy)
         if taps is not None:
@@ -96,9 +93,9 @@ class Fused(Decoder):
 
     def _heads(self, i: int, y: Tensor, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
         """Attention's output [T, H, D] for the normalised rows y."""
-        s, layer = self.spec, self._layers[i]
-        parts = cast(Linear, layer.qkv).parts(y)
-        table: Any = self._rope if layer.rotary else None
+        s, layer = self.spec, self.weights.layers[i]
+        parts = layer.qkv.parts(y)
+        table: Any = self.weights.rope if layer.rotary else None
         q = suite.place(
             parts, layer.qk_norm, table, packed.positions, packed.slots, *cache.pools(i), s.heads, s.eps, s.interleaved
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
-from faircopy.model.base import FINAL, Taps, Words
+from faircopy.model.base import FINAL, Taps, TokenWeights
 
 
 @contextmanager
@@ -41,11 +41,11 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise UnsupportedModel("model", type(model).__name__, "its layers were not found", "use a draft without heads")
 
 
-def stock_words(model: PreTrainedModel) -> Words:
+def stock_token_weights(model: PreTrainedModel) -> TokenWeights:
     """A stock model's embedding and head."""
     head = model.get_output_embeddings()
     divisor = float(getattr(model.config.get_text_config(), "logits_scaling", None) or 1.0)
-    return Words(model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None), divisor)
+    return TokenWeights(model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None), divisor)
 
 
 def _first(output: Any) -> Tensor:

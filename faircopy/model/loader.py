@@ -1,4 +1,4 @@
-"""From a checkpoint to a model: through our decoder where the family is ours, else through the universal door."""
+"""From a checkpoint to a model: on our decoder where it knows the family, else on the transformers backend."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch import Tensor
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.model.base import Model
-from faircopy.model.decoder import FAMILIES, Decoder, Tensors, decoder_spec, head_size
+from faircopy.model.decoder import Decoder, eager_weights
+from faircopy.model.weights import FAMILIES, DenseModel, Source, Tensors, decoder_spec, head_size
 
-Door = Literal["auto", "decoder", "universal"]
+Backend = Literal["auto", "decoder", "transformers"]  # our decoder, or transformers' own modules
 
 
 def load_model(
-    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, door: Door = "auto"
+    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, backend: Backend = "auto"
 ) -> Model:
     """A model from a folder or a hub id; dtype None: the checkpoint's, or float32 where that has no native products."""
     folder = find_checkpoint(path)
     config = load_config(folder)
     kind = dtype or native_dtype(checkpoint_dtype(config), device)
-    if door == "decoder" or (door == "auto" and fits_decoder(config)):
+    if backend == "decoder" or (backend == "auto" and fits_decoder(config)):
         return _load_decoder(path, folder, config, kind, device, exact)
     return _load_universal(path, folder, kind, device, exact)
 
@@ -84,7 +85,7 @@ def fits_decoder(config: Any) -> bool:
 
 
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
-    tensors = _Tensors(folder, dtype, device)
+    tensors = CheckpointTensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
     return build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
 
@@ -97,26 +98,24 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     exact: bool,
-) -> Model:
-    """Our decoder around these tensors; made of kernels on devices that have them."""
-    spec, size, context = decoder_spec(config, *rope), config.vocab_size, config.max_position_embeddings
-    fused = _fused_decoder(device)
-    if fused is None:
-        return Decoder(name, spec, tensors, size, context, dtype, exact)
-    return fused(name, spec, tensors, size, context, dtype, exact, config.hidden_act)  # type: ignore[no-any-return]
+) -> DenseModel:
+    """Our decoder around these tensors: the fused one on devices that have its kernels, else the eager one."""
+    spec, context = decoder_spec(config, *rope), config.max_position_embeddings
+    source = Source(name, spec, tensors, config.vocab_size, context, dtype, exact)
+    return _fused_decoder(source, device) or Decoder(eager_weights(source))
 
 
-def _fused_decoder(device: torch.device) -> Any | None:
+def _fused_decoder(source: Source, device: torch.device) -> DenseModel | None:
     if device.type != "cuda":
         return None
     try:
-        from faircopy.model.fused import Fused
+        from faircopy.model.fused import Fused, fused_weights
     except ImportError:  # torch came without Triton
         return None
-    return Fused
+    return Fused(fused_weights(source))
 
 
-def _check_tensors(name: str, config: Any, tensors: _Tensors) -> None:
+def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
     """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
     from transformers import AutoModelForCausalLM
 
@@ -144,7 +143,7 @@ def rope_frequencies(config: Any) -> tuple[Tensor, float]:
     return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)), 1.0
 
 
-class _Tensors:
+class CheckpointTensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -195,7 +194,7 @@ class _Tensors:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             return
-        for name, file in _read_json(index).get("weight_map", {}).items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             if name not in self._readers:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
@@ -250,7 +249,7 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (ValueError, OSError) as error:
@@ -275,7 +274,7 @@ def load_eos(path: str) -> frozenset[int]:
     """The tokens that end a text, as generate() has it: the generation config's list, else the model config's."""
     folder = find_checkpoint(path)
     file = folder / "generation_config.json"
-    value = _read_json(file).get("eos_token_id") if file.exists() else None
+    value = read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = getattr(load_config(folder), "eos_token_id", None)
     if value is None:
@@ -283,8 +282,8 @@ def load_eos(path: str) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def same_words(target: Any | None, draft: Any | None, sizes: tuple[int, int]) -> str | None:
-    """The first difference between two tokenizers, or None; heads padded to different sizes are no difference."""
+def vocabulary_difference(target: Any | None, draft: Any | None, sizes: tuple[int, int]) -> str | None:
+    """The first difference between two vocabularies, or None; output layers padded to other sizes are no difference."""
     if target is None or draft is None:
         return None if sizes[0] == sizes[1] else f"vocabularies of {sizes[0]} and {sizes[1]} tokens"
     ours, theirs = ({i: word for word, i in t.get_vocab().items()} for t in (target, draft))

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, LayerShape, Packed
-from faircopy.model.base import Taps, Words
-from faircopy.model.hidden import stock_words, tapping
+from faircopy.model.base import Taps, TokenWeights
+from faircopy.model.hidden import stock_token_weights, tapping
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.operations import ModulePath, Operation, OperationList
 
@@ -85,8 +85,8 @@ class Universal:
             taps.states = {layer: states[0] for layer, states in taps.states.items()}
         return logits
 
-    def words(self) -> Words:
-        return stock_words(self._model)
+    def token_weights(self) -> TokenWeights:
+        return stock_token_weights(self._model)
 
     def reference(self, ids: Tensor) -> Tensor:
         """The model's own full forward, with its own attention: logits [T, vocab] of one sequence."""

@@ -44,7 +44,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     exact: Annotated[bool, typer.Option(help="--no-exact drops the promise of `ragged`.")] = True,
     refill: Annotated[
-        bool | None, typer.Option(help="Whether newcomers join a running batch; as published if left out.")
+        bool | None, typer.Option(help="Whether new requests join a running batch; as published if left out.")
     ] = None,
     clock: Annotated[str, typer.Option(help="wall, or cpu: this process's own time, for a busy machine.")] = "wall",
     threads: Annotated[int | None, typer.Option(min=1, help="Of torch; one for the bundled pair.")] = None,
@@ -59,9 +59,9 @@ def run(
     writable("--out", out)
     if threads or target is None:
         torch.set_num_threads(threads or 1)
-    drafters = drafter or ["model" if draft or target is None else "ngram"]
-    draft = bundled.named(draft) if target is None else draft
-    pair = load_pair(target or bundled.target(), draft, dtype=dtype, device=device, exact=exact)
+    own = bundled.draft_for(target, draft)
+    drafters = drafter or ["model" if own else draft or "ngram"]
+    pair = load_pair(target or bundled.target(), own, dtype=dtype, device=device, exact=exact)
     cases = [
         Case(*choice, refill=refill)
         for choice in product(
@@ -205,7 +205,7 @@ def _line(record: dict[str, Any]) -> str:
     return (
         f"batch {record['batch']:3d}  {record['drafter']:6s} k {record['k']}  {record['name']:24s} "
         f"{rate['median']:8.1f} tokens/s ({spread(rate, 'spread ')})  {record['accepted_per_step']:.2f} tokens/step  "
-        f"{record['identical']}/{record['of']} texts as plain"
+        f"{record['identical']}/{record['of']} texts equal to plain"
     )
 
 

@@ -33,22 +33,19 @@ class Measure:
     acceptance: float
 
 
-def demo(target: str, draft: str, prompts: list[str], k: int, max_tokens: int, console: Console) -> bool:
-    """True if every text was identical to plain decoding alone."""
+def demo(target: str, draft: str | None, prompts: list[str], k: int, max_tokens: int, console: Console) -> bool:
+    """True if every text was identical to plain decoding alone; draft None shows plain decoding."""
     torch.set_num_threads(1)  # small models gain nothing from a second one, and lose much on a busy machine
     params = SamplingParams(max_tokens=max_tokens)
     with console.status("loading models"):
-        speculative = LLM(target, draft=draft, k=k, memory="512MiB")
-        plain = LLM(target, memory="512MiB")
-    watch(speculative, prompts, params, console)
+        ways = {"plain": LLM(target, memory="512MiB")}
+        if draft is not None:
+            ways[f"speculative, k = {k}"] = LLM(target, draft=draft, k=k, memory="512MiB")
+    watch([*ways.values()][-1], prompts, params, console)
     with console.status("measuring"):
-        rows = [
-            measure(llm, name, part, params)
-            for part in (prompts[:1], prompts)
-            for name, llm in (("plain", plain), (f"speculative, k = {k}", speculative))
-        ]
+        rows = [measure(llm, name, part, params) for part in (prompts[:1], prompts) for name, llm in ways.items()]
     with console.status("auditing: the same texts alone, in batches, with other drafts, under preemption"):
-        report = audit_models(target, [draft, "ngram"], prompts, params, batches=(1, len(prompts)), ks=(2, k))
+        report = audit_models(target, [draft or "none", "ngram"], prompts, params, batches=(1, len(prompts)), ks=(2, k))
     console.print(table(rows, report))
     return report.passed
 

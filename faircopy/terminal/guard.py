@@ -10,7 +10,15 @@ from typing import Any
 
 import typer
 
-from faircopy.errors import ConfigError
+from faircopy.errors import ConfigError, FaircopyError
+
+OPTIONS = {  # fields that the command line has another name for
+    "batches": "--batch",
+    "ks": "--k",
+    "max_batch": "--batch",
+    "model": "--target",
+    "urls": "--url",
+}
 
 
 def stoppable(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,3 +45,23 @@ def writable(option: str, path: Path | None) -> None:
         raise ConfigError(
             option, str(path), f"cannot be written ({error.strerror})", "pass a file in a folder"
         ) from error
+
+
+def option_of(error: FaircopyError, arguments: list[str]) -> str:
+    """The option that the user typed for an error's field; the field itself if none was."""
+    typed, value = _typed(arguments), str(error.value)
+    for option, given in typed.items():  # a path was given to one option; errors name it, or a file in it
+        if "/" in value and (value == given or value.startswith(given.rstrip("/") + "/")):
+            return option
+    own = OPTIONS.get(error.field, "--" + error.field.replace("_", "-"))
+    return own if own in typed else error.field
+
+
+def _typed(arguments: list[str]) -> dict[str, str]:
+    """Options and their values, written as `--option value` or `--option=value`."""
+    found: dict[str, str] = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            option, equals, value = argument.partition("=")
+            found[option] = value if equals else following
+    return found

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.heads import Head, Lesson, known_rows, teaching_of
+from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import OFFERED
 from faircopy.model.base import FINAL, Taps
 from faircopy.model.hidden import tapping
 from faircopy.train.loop import Metrics
+from faircopy.train.losses import Lesson, head_loss, known_rows, objective_of, teaching_of
 
 
 class Teacher:
@@ -37,7 +38,7 @@ class HeadTask:
     """A head and the target it listens to."""
 
     def __init__(self, head: Head, teacher: Teacher) -> None:
-        self.head, self.teacher = head.train(), teacher
+        self.head, self.teacher, self.objective = head.train(), teacher, objective_of(head)
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.head.parameters()
@@ -45,7 +46,7 @@ class HeadTask:
     def loss(self, batch: Tensor) -> tuple[Tensor, Metrics]:
         lesson = self.teacher.lesson(batch, self.head.wants)
         lesson.states = lesson.states.to(self.head.dtype)
-        return self.head.loss(lesson)
+        return head_loss(self.head, self.objective, lesson)
 
 
 @dataclass(frozen=True, slots=True)

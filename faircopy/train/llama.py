@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attend, Block, BlockShape, Norm, causal, rope_tables
+from faircopy.drafters.networks.blocks import Attend, Block, BlockShape, Norm, causal, rope_tables
 from faircopy.errors import UnsupportedModel
 
 

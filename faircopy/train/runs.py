@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from faircopy.config import EngineConfig
-from faircopy.drafters.eagle3 import Eagle3
 from faircopy.drafters.folder import METHODS, new_head, save_head
+from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
-from faircopy.model.hidden import stock_words
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
 from faircopy.model.universal import context_length
 from faircopy.train.corpus import Answering, corpus
@@ -113,11 +113,12 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     _same_run(plan, {"method": method, "levels": levels, "options": options})
     text, held_out = _text(plan)
     teacher = _teacher(plan)
-    head = new_head(method, plan.target, stock_words(teacher.stock), levels, plan.seed, **options)
+    head = new_head(method, plan.target, stock_token_weights(teacher.stock), levels, plan.seed, **options)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
-    progress = _run(HeadTask(head, teacher), text, plan, **head.clipping)
+    task = HeadTask(head, teacher)
+    progress = _run(task, text, plan, **task.objective.clipping)
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, plan.length, 1, 32), plan.bf16)
     save_head(head, plan.out, **head.learned(accuracy.ranks))
     _report(plan, progress, parameters=head.size, **asdict(accuracy))

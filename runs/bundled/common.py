@@ -16,7 +16,7 @@ import torch
 from faircopy.train.loop import Progress
 
 K = 4  # draft length at which acceptance is reported
-HELD_OUT = 100  # one story in so many is never trained on
+HELD_OUT = 100  # one story in 100 is never trained on
 
 
 def arguments(about: str) -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def training_arguments(about: str, seconds: float) -> argparse.ArgumentParser:
     """The arguments of the two scripts that train."""
     parser = arguments(about)
     parser.add_argument("--seconds", type=float, default=seconds, help="training time; the schedule follows the clock")
-    parser.add_argument("--steps", type=int, help="stop after so many steps instead: repeats a run of known length")
+    parser.add_argument("--steps", type=int, help="stop after this many steps instead: repeats a run of known length")
     parser.add_argument("--deadline", type=float, help="clock time (seconds since 1970) by which all must be done")
     parser.add_argument("--reserve", type=float, default=60.0, help="seconds before the deadline kept for the rest")
     parser.add_argument("--rows", type=int, default=256, help="windows per batch")

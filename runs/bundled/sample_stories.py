@@ -96,7 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__ or "")
     parser.add_argument("--teacher", type=Path, required=True, help="the stories15M checkpoint folder")
     parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--batches", type=int, default=10_000, help="stop after so many: repeats a known run")
+    parser.add_argument("--batches", type=int, default=10_000, help="stop after this many batches: repeats a known run")
     parser.add_argument("--rows", type=int, default=8192, help="stories per batch")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--least", type=int, default=80, help="characters a story must have")

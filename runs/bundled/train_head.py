@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from faircopy import bundled
-from faircopy.drafters.eagle3 import Eagle3
 from faircopy.drafters.folder import METHODS, new_head, save_head
-from faircopy.model.hidden import stock_words
+from faircopy.drafters.networks.eagle3 import Eagle3
+from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
 from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher, measure_heads
@@ -38,18 +38,19 @@ def main(argv: list[str] | None = None) -> None:
     kind = torch.bfloat16 if on_gpu(args) else torch.float32
     text, held_out = kept_text(args, kind)
     teacher = Teacher(load_stock(args.target, kind, torch.device(args.device)))
-    head = new_head(args.method, args.target, stock_words(teacher.stock), args.levels, args.seed)
+    head = new_head(args.method, args.target, stock_token_weights(teacher.stock), args.levels, args.seed)
     if isinstance(head, Eagle3):
-        head.keep_words(torch.bincount(text.long().cpu(), minlength=head.vocab))
+        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(args.device)
     length = min(args.length, head.context - 1)  # a window has one token more
+    task = HeadTask(head, teacher)
     settings = Settings(
         steps=args.steps, seconds=time_left(args), lr=args.lr, warmup=0.03, weight_decay=0.01, bf16=on_gpu(args),
-        log_every=20, seed=args.seed, **head.clipping,
+        log_every=20, seed=args.seed, **task.objective.clipping,
     )  # fmt: skip
     log = args.work / "logs" / f"{args.method}.jsonl"
     windows = Windows(text, length, args.rows, args.seed)
-    done = train(HeadTask(head, teacher), windows, settings, log, watch=talker(args.method))
+    done = train(task, windows, settings, log, watch=talker(args.method))
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, length, 8, HELD_OUT_BATCHES), on_gpu(args))
     head.config = replace(head.config, target="the bundled target")
     save_head(head, args.out, **head.learned(accuracy.ranks))

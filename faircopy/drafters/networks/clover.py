@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Norm, Rope
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
-from faircopy.drafters.medusa import Residual
+from faircopy.drafters.networks.blocks import Block, Norm, Rope
+from faircopy.drafters.networks.medusa import Residual
 from faircopy.drafters.trees import NodeBudgetTree, Tree
 
 
@@ -80,7 +80,7 @@ class Clover(Head):
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """The target's output rows for these tokens, at unit variance."""
-        rows = self.words.rows[tokens].to(self.dtype)
+        rows = self.token_weights.rows[tokens].to(self.dtype)
         return F.rms_norm(rows, (rows.shape[-1],), None, self.config.shape.eps)
 
     def tree(self, max_nodes: int) -> Tree:

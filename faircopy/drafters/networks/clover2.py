@@ -10,18 +10,14 @@ numbers were measured with.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Block, Norm, Rope
-from faircopy.drafters.clover import AttentionDecoder, copy_matching
-from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
+from faircopy.drafters.networks.blocks import Block, Norm, Rope
+from faircopy.drafters.networks.clover import AttentionDecoder, copy_matching
 from faircopy.drafters.trees import NodeBudgetTree, Tree
-
-REGRESSION = 10.0  # what the distance to the target's state weighs against its distribution, if not said otherwise
 
 
 class CosineDecoder(AttentionDecoder):
@@ -48,13 +44,9 @@ def near(linear: nn.Linear, identity: float) -> nn.Linear:
 
 
 class Clover2(Head):
-    decay = 0.7
-    clipping: ClassVar[dict[str, Any]] = {"clip": 0.5, "clip_each": True}
-
     def __init__(self, config: HeadConfig) -> None:
         shape, layers = config.shape, config.options.get("layers", 2)
         super().__init__(config, (config.depth,), layers)
-        self.regression = float(config.options.get("regression", REGRESSION))
         hidden, cell = shape.hidden, (shape.hidden, shape.heads, shape.eps)
         self.first, self.later = CosineDecoder(*cell), CosineDecoder(*cell)
         self.rope, self.blocks = Rope(shape), nn.ModuleList(Block(shape) for _ in range(layers))
@@ -77,10 +69,6 @@ class Clover2(Head):
             out = self.head_norm(self.project_later(torch.cat([memory, token], -1)))
         return Guess(self.speak(out), memory, out)
 
-    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
-        apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
-        return self.regression * apart + soft_cross_entropy(guess.logits, teaching.logits)
-
     def tree(self, max_nodes: int) -> Tree:
         return NodeBudgetTree(max_nodes, top_p=0.95)
 
@@ -92,4 +80,4 @@ class Clover2(Head):
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """The target's output rows stand for tokens, as they are."""
-        return self.words.rows[tokens].to(self.dtype)
+        return self.token_weights.rows[tokens].to(self.dtype)

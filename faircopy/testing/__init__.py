@@ -17,7 +17,7 @@ from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.model.base import FINAL, Model, Taps, Words
+from faircopy.model.base import FINAL, Model, Taps, TokenWeights
 from faircopy.model.runner import Result, Runner
 from faircopy.types import Batch, Draft, FinishReason, Logprobs, Request, SamplingParams, Sequence, Verdict
 
@@ -34,9 +34,9 @@ class TableModel:
         self.poison: int | None = None  # a token after which all logits are NaN
         self._table = torch.randn(7, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
-    def words(self) -> Words:
+    def token_weights(self) -> TokenWeights:
         """Its logits are its hidden states."""
-        return Words(torch.eye(self.vocab), torch.eye(self.vocab))
+        return TokenWeights(torch.eye(self.vocab), torch.eye(self.vocab))
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         if taps is not None:
@@ -179,8 +179,8 @@ def plain(
     limit = context - len(prompt) if params.max_tokens is None else min(params.max_tokens, context - len(prompt))
     while len(out.tokens) < limit:
         logits = forward([*prompt, *out.tokens])[-1]
-        scores = _plain_scores(logits, prompt, out.tokens, params, ends, bad_words)
-        token = _plain_choice(scores, params, seed, len(prompt) + len(out.tokens))
+        scores = plain_scores(logits, prompt, out.tokens, params, ends, bad_words)
+        token = plain_choice(scores, params, seed, len(prompt) + len(out.tokens))
         if params.logprobs is not None:
             out.logprobs.append(_plain_logprobs(logits, token, params.logprobs))
         out.tokens.append(token)
@@ -198,7 +198,7 @@ def plain(
     return out
 
 
-def _plain_scores(
+def plain_scores(
     logits: Tensor, prompt: Seq[int], output: list[int], params: SamplingParams, ends: set[int], bad: Seq[Seq[int]]
 ) -> Tensor:
     scores = logits.float().clone()
@@ -220,7 +220,7 @@ def _plain_scores(
     return scores
 
 
-def _plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+def plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
     if params.temperature == 0:
         return int(scores.argmax())
     scores = scores / params.temperature

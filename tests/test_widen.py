@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.widen import read_checkpoint, widen, widened_config, widened_model, widened_state
 from faircopy import LLM, ConfigError, SamplingParams
-from faircopy.bench.inflate import inflate, inflated_config, inflated_model, inflated_state, read_checkpoint
 from tests.helpers import random_prompts
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -63,7 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def widened(folder: str, kind: str, sizes: tuple[Any, ...], out: Path, **options: Any) -> str:
-    inflate(folder, configuration(kind, sizes), out, **{"dtype": torch.float32, **options})
+    widen(folder, configuration(kind, sizes), out, **{"dtype": torch.float32, **options})
     return str(out)
 
 
@@ -107,7 +107,7 @@ def test_the_files_have_the_shape_asked_for_and_no_zeros(small: dict[str, str], 
 def test_a_large_model_is_cut_into_files(
     small: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("faircopy.bench.inflate.SHARD", 200_000)
+    monkeypatch.setattr("benchmarks.widen.SHARD", 200_000)
     folder = widened(small["tied"], "llama", WIDE["roomy"], tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 5
     assert greedy(stock(folder), [1, 2, 3], 8) == greedy(stock(small["tied"]), [1, 2, 3], 8)
@@ -116,8 +116,8 @@ def test_a_large_model_is_cut_into_files(
 def test_weights_depend_on_the_seed_alone(small: dict[str, str]) -> None:
     state, config = read_checkpoint(small["tied"])
     shape = configuration("llama", WIDE["roomy"])
-    one, again = (inflated_state(state, config, shape, seed=1) for _ in range(2))
-    other = inflated_state(state, config, shape, seed=2)
+    one, again = (widened_state(state, config, shape, seed=1) for _ in range(2))
+    other = widened_state(state, config, shape, seed=2)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["model.layers.1.mlp.up_proj.weight"], other["model.layers.1.mlp.up_proj.weight"])
     assert one["lm_head.weight"].dtype == torch.bfloat16
@@ -127,7 +127,7 @@ def test_powers_of_two_keep_every_bit(small: dict[str, str]) -> None:
     """The trained weights are found again in bfloat16, norms included: only powers of two touched them."""
     state, config = read_checkpoint(small["tied"])
     state = {name: t.bfloat16() for name, t in state.items()}
-    wide = inflated_state(state, config, configuration("llama", (256, 3, 8, 2, 64, 64, VOCAB, False)))
+    wide = widened_state(state, config, configuration("llama", (256, 3, 8, 2, 64, 64, VOCAB, False)))
     for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
         assert torch.equal(wide[name][:48] * 2, state[name])
     down = "model.layers.2.mlp.down_proj.weight"
@@ -136,9 +136,9 @@ def test_powers_of_two_keep_every_bit(small: dict[str, str]) -> None:
 
 def test_the_configuration_follows_the_source(small: dict[str, str]) -> None:
     _, config = read_checkpoint(small["tied"])
-    wide = inflated_config(config, configuration("qwen3", WIDE["roomy"], max_position_embeddings=40960))
+    wide = widened_config(config, configuration("qwen3", WIDE["roomy"], max_position_embeddings=40960))
     assert (wide.hidden_size, wide.max_position_embeddings, wide.rope_parameters["rope_theta"]) == (256, 128, 10000.0)
-    assert inflated_config(config, AutoConfig.for_model(**configuration("llama", WIDE["roomy"]))).vocab_size == 150
+    assert widened_config(config, AutoConfig.for_model(**configuration("llama", WIDE["roomy"]))).vocab_size == 150
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_configuration_follows_the_source(small: dict[str, str]) -> None:
 def test_what_does_not_fit_is_refused(small: dict[str, str], source: str, change: dict[str, Any]) -> None:
     state, config = read_checkpoint(small[source])
     with pytest.raises(ConfigError):
-        inflated_state(state, config, configuration("llama", WIDE["roomy"]) | change)
+        widened_state(state, config, configuration("llama", WIDE["roomy"]) | change)
 
 
 def figures(target: Any, draft: Any, prompts: list[Any], **options: Any) -> list[tuple[list[int], int, int]]:
@@ -187,7 +187,7 @@ def test_a_widened_pair_drafts_and_accepts_as_the_small_one(small: dict[str, str
 def test_a_model_is_built_without_files(small: dict[str, str]) -> None:
     prompts = random_prompts(3, VOCAB, seed=4)
     shape = configuration("qwen3", WIDE["tied"])
-    model = inflated_model(small["tied"], shape, dtype=torch.float32)
+    model = widened_model(small["tied"], shape, dtype=torch.float32)
     assert figures(model, None, prompts) == figures(small["tied"], None, prompts)
 
 

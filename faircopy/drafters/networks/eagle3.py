@@ -2,9 +2,9 @@
 
 States entering layers 2, n/2 and n - 3 are fused to one; the layer's attention reads it beside the token's embedding,
 its output is what the next step reads instead of a fused state. The output layer is its own, over the target's most
-frequent tokens (`words`). Training-time test: the layer runs `unroll` times over a text, each time fed what it said
-before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8 of the one
-before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
+frequent tokens (`draft_vocab` of them). Training-time test: the layer runs `unroll` times over a text, each time fed
+what it said before, with keys of the text from the first run and one key of its own per later run; a level weighs 0.8
+of the one before. Trees are EAGLE-2's: likeliest paths first, then the best nodes of all.
 
 `style="eagle1"` is the method's ancestor for comparison: the final state alone, the target's own output layer, no
 training-time test, and a loss of smooth L1 to the target's next state plus a tenth of its distribution, with noise on
@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
-from faircopy.drafters.clover import copy_matching
-from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows, Teaching, soft_cross_entropy
+from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
+from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
+from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
 
@@ -64,7 +63,7 @@ class Eagle3(Head):
         self.own, self.unrolled = self_taught, options.get("unroll", config.levels) if self_taught else 1
         self.rope, self.layer = Rope(shape), FusedLayer(config)
         if self.own:
-            count = options.get("words") or config.vocab
+            count = options.get("draft_vocab") or options.get("words") or config.vocab  # words: its name in old folders
             self.fuse = nn.Linear(self.input_size, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
@@ -87,18 +86,6 @@ class Eagle3(Head):
             state = text.run(state[:, :count], level)
             yield self._guess(state)
 
-    @property
-    def trained(self) -> int:
-        return self.unrolled
-
-    def level_loss(self, guess: Guess, teaching: Teaching) -> Tensor:
-        if not self.own:
-            apart = F.smooth_l1_loss(guess.out.float(), teaching.final.float())
-            return apart + 0.1 * soft_cross_entropy(guess.logits, teaching.logits)
-        kept = teaching.logits.index_select(-1, self.words_kept)
-        known = torch.isin(teaching.logits.argmax(-1), self.words_kept)
-        return soft_cross_entropy(guess.logits.index_select(-1, self.words_kept), kept, known)
-
     def tree(self, max_nodes: int) -> Tree:
         return RerankedTree(max_nodes, DEPTH)
 
@@ -106,14 +93,14 @@ class Eagle3(Head):
         """The authors start from random weights; the output layer from the target's rows, which costs nothing."""
         if self.own:
             copy_matching(self.norm, {"weight": norm})
-            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+            copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
-    def keep_words(self, counts: Tensor) -> None:
+    def keep_frequent(self, counts: Tensor) -> None:
         """Guess only the most frequent tokens: counts [V] of the training text."""
         if self.own:
             kept = counts.argsort(descending=True, stable=True)[: len(self.words_kept)].sort().values
             self.words_kept.copy_(kept)
-            copy_matching(self.output, {"weight": self.words.rows[self.words_kept]})
+            copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def _fused(self, states: Tensor) -> Tensor:
         if self.own:
@@ -135,7 +122,7 @@ class Eagle3(Head):
         return Guess(logits.index_copy(-1, self.words_kept, few), memory, out)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.words.embedding[tokens].to(self.dtype)
+        return self.token_weights.embedding[tokens].to(self.dtype)
 
 
 class _Text:
@@ -181,10 +168,10 @@ def default_wants(config: HeadConfig) -> tuple[int, ...]:
     return min(2, middle), middle, max(config.depth - 3, min(middle + 1, config.depth))
 
 
-def default_words(vocab: int) -> int:
+def default_draft_vocab(vocab: int) -> int:
     """A quarter of the vocabulary, as 32,000 of Llama's 128,256, within bounds."""
     return min(vocab, 32000, max(1024, vocab // 4))
 
 
 def options_for(vocab: int, options: dict[str, Any]) -> dict[str, Any]:
-    return options if options.get("style") == "eagle1" else {"words": default_words(vocab), **options}
+    return options if options.get("style") == "eagle1" else {"draft_vocab": default_draft_vocab(vocab), **options}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from faircopy.errors import ConfigError
 from faircopy.model.base import Model
-from faircopy.model.decoder import head_size
 from faircopy.model.loader import build_decoder, load_config
+from faircopy.model.weights import head_size
 
 # How the wide model computes the small one's function (h, H: hidden sizes; d, D: head sizes):
 #
@@ -43,7 +43,7 @@ SHORT = 2.0**-32  # length of q and k before Qwen3's norm: far below sqrt(eps)
 SHARD = 4 * 2**30  # bytes per file
 
 
-def inflate(
+def widen(
     source: str | Path,
     config: Any,
     out: str | Path,
@@ -63,7 +63,7 @@ def inflate(
             shutil.copyfile(file, folder / file.name)
 
 
-def inflated_model(
+def widened_model(
     source: str | Path,
     config: Any,
     *,
@@ -81,7 +81,7 @@ def inflated_model(
     return build_decoder(name, wide, (frequencies, 1.0), widening, dtype, torch.device(device), exact)
 
 
-def inflated_state(
+def widened_state(
     source_state: Mapping[str, Tensor],
     source_config: Any,
     config: Any,
@@ -90,11 +90,11 @@ def inflated_state(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
 ) -> dict[str, Tensor]:
-    """Every tensor of the widened model, on the device; `inflated_config` gives the configuration they need."""
+    """Every tensor of the widened model, on the device; `widened_config` gives the configuration they need."""
     return dict(Widening(source_state, source_config, config, seed=seed, dtype=dtype, device=device))
 
 
-def inflated_config(source_config: Any, config: Any) -> Any:
+def widened_config(source_config: Any, config: Any) -> Any:
     """`config` with the eps, rope, context and special tokens for which the widened weights compute the same."""
     source, wide = _as_config(source_config), deepcopy(_as_config(config))
     fit = Fit.of(source, wide)
@@ -230,7 +230,7 @@ class Widening:
             raise ConfigError("dtype", dtype, "its range is too small", "use bfloat16 or float32")
         if any(name.endswith((".bias", "_norm.weight")) for name in state):
             raise ConfigError("source", "", "it has biases or normalises q and k", "pass a plain Llama checkpoint")
-        self.config = inflated_config(source_config, config)
+        self.config = widened_config(source_config, config)
         self.config.dtype = dtype
         self._source, self._seed = state, seed
         self._dtype, self._device = dtype, torch.device(device)

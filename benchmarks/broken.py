@@ -1,6 +1,6 @@
 """What goes wrong when position ids, mask or cache fall out of step: three broken layouts on the bundled models.
 
-python -m faircopy.bench.broken
+python -m benchmarks.broken
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from faircopy.draft_length import FixedLength
 from faircopy.drafters.model import ModelDrafter
 from faircopy.engine import Engine
 from faircopy.kernels.attention import Ints
-from faircopy.layout.dense import AlignedLayout, DenseLayout, RowTables, SharedLayout, _Feed
 from faircopy.layout.pool import PagePool
 from faircopy.llm import LLM
 from faircopy.model.base import Model
 from faircopy.model.runner import Runner
-from faircopy.policy import WholeBatches
+from faircopy.papers.dense import AlignedLayout, DenseLayout, RowInput, SharedLayout
+from faircopy.papers.policies import WholeBatches
+from faircopy.papers.row_tables import RowTables
 from faircopy.scheduler import Scheduler
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from faircopy.verify.exact import ExactVerifier
@@ -31,9 +32,9 @@ from faircopy.verify.exact import ExactVerifier
 class WrongPositions(SharedLayout):
     """Position ids out of step: a token's position is its column, so padding counts."""
 
-    def _feed(self, batch: Batch, draft: Draft, i: int, done: int) -> _Feed:
-        feed = super()._feed(batch, draft, i, done)
-        feed.where = feed.first + np.arange(len(feed.where))
+    def _row_input(self, batch: Batch, draft: Draft, i: int, done: int) -> RowInput:
+        feed = super()._row_input(batch, draft, i, done)
+        feed.positions = feed.first + np.arange(len(feed.positions))
         return feed
 
 
@@ -41,28 +42,28 @@ class WrongMask(SharedLayout):
     """Mask out of step: what was rejected, and padding, stays visible."""
 
     def _masks(
-        self, feeds: list[_Feed], where: Ints, shape: tuple[int, int, int]
+        self, inputs: list[RowInput], where: Ints, shape: tuple[int, int, int]
     ) -> dict[tuple[int, int], torch.Tensor]:
-        true = self._place
-        self._place = true.copy()
-        self._place[:, : feeds[0].first].clip(min=0, out=self._place[:, : feeds[0].first])
+        true = self._positions
+        self._positions = true.copy()
+        self._positions[:, : inputs[0].first].clip(min=0, out=self._positions[:, : inputs[0].first])
         try:
-            return super()._masks(feeds, where, shape)
+            return super()._masks(inputs, where, shape)
         finally:
-            self._place = true
+            self._positions = true
 
 
 class WrongCache(AlignedLayout):
     """Cache out of step: tokens, positions and mask are realigned, keys and values stay where they were."""
 
     def align(self, seqs: list[Sequence], room: int) -> None:
-        seats, pools = dict(self._seats), [*self._keys, *self._values]
+        rows, pools = dict(self._row_of), [*self._keys, *self._values]
         super().align(seqs, room)
         for new, old in zip((*self._keys, *self._values), pools, strict=True):
             width = min(new.shape[1], old.shape[1])
-            for seq, row in seats.items():
-                if seq in self._seats:
-                    new[self._seats[seq], :width] = old[row, :width]
+            for seq, row in rows.items():
+                if seq in self._row_of:
+                    new[self._row_of[seq], :width] = old[row, :width]
 
 
 DESIGNS: dict[str, type[DenseLayout]] = {
@@ -131,7 +132,7 @@ def main(count: int = 16, tokens: int = 48) -> None:
         for outcome in compare(llm.model, draft, prompts, batch, tokens, k=4):
             start = llm.decode(outcome.example)[:60].replace("\n", " ")
             print(
-                f"batch {batch}  {outcome.design:26s} {outcome.identical:2d}/{outcome.of} texts as plain, "
+                f"batch {batch}  {outcome.design:26s} {outcome.identical:2d}/{outcome.of} texts equal to plain, "
                 f"{outcome.prefix:4.0%} before the first error  {start!r}"
             )
 

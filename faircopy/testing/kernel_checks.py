@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.bench import tree_checks
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
+from faircopy.testing import tree_checks
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
 

@@ -53,7 +53,7 @@ class Medusa(Head):
 
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
         out = self.blocks[level](memory)
-        logits = self._outputs()[level](out) / self.words.divisor if self.own else self.speak(out)
+        logits = self._outputs()[level](out) / self.token_weights.divisor if self.own else self.speak(out)
         return Guess(logits, memory, out)
 
     def tree(self, max_nodes: int) -> Tree:
@@ -63,7 +63,7 @@ class Medusa(Head):
         if self.own:
             with torch.no_grad():
                 for output in self._outputs():
-                    output.weight.copy_(self.words.rows)
+                    output.weight.copy_(self.token_weights.rows)
 
     def _outputs(self) -> list[nn.Linear]:
         return [output for output in self.outputs if isinstance(output, nn.Linear)]
