@@ -57,7 +57,7 @@ def test_the_gpus_replacements_write_the_same_text(checkpoint: Callable[..., str
     """On CPU tensors the fixed-order definitions run as torch operations, and must mean what the stock ones mean."""
     texts = []
     for rules in (CPU, CUDA):
-        model = load(checkpoint(name), door="universal")
+        model = load(checkpoint(name), backend="transformers")
         assert isinstance(model, Universal)
         model._mode = RowInvariant(rules)
         llm = LLM(model, draft="ngram", memory="32MiB")
