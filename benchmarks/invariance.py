@@ -36,7 +36,7 @@ from faircopy.model.divergence import same_bits
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.loader import build_decoder, fits_decoder, load_eos, load_model, load_tokenizer, rope_frequencies
 from faircopy.model.selftest import ROWS, RowTrial, self_test
-from faircopy.model.universal import Universal
+from faircopy.model.transformers_backend import TransformersModel
 from tests.zoo import SIZES, ZOO, build_wide
 
 Row = dict[str, Any]
@@ -82,7 +82,7 @@ def wide_model(name: str, size: str, dtype: torch.dtype, device: torch.device, b
     if backend == "transformers":
         if hasattr(stock, "set_experts_implementation"):
             stock.set_experts_implementation("eager")
-        return Universal(name, stock, True)
+        return TransformersModel(name, stock, True)
     tensors = stock.state_dict()
     if stock.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

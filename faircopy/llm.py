@@ -27,7 +27,7 @@ from faircopy.types import Output, Request, SamplingParams, Sequence
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
-BACKENDS = {"Decoder": "eager decoder", "Fused": "fused decoder", "Universal": "transformers"}
+BACKENDS = {"Decoder": "eager decoder", "Fused": "fused decoder", "TransformersModel": "transformers"}
 
 
 class LLM:

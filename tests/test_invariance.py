@@ -12,19 +12,19 @@ from torch import Tensor
 from faircopy import LLM, SamplingParams, UnsupportedModel
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.selftest import ROWS, check_rows, self_test, text_lengths
-from faircopy.model.universal import Universal
+from faircopy.model.transformers_backend import TransformersModel
 from tests.helpers import CPU, load
 from tests.zoo import ZOO, build
 
 CUDA = torch.device("cuda")  # only the name of the device's rules: nothing is put there
 
 
-def stock(name: str, dtype: torch.dtype = torch.float32, rules: torch.device = CPU) -> Universal:
+def stock(name: str, dtype: torch.dtype = torch.float32, rules: torch.device = CPU) -> TransformersModel:
     """A model on the CPU with the replacements that a kind of device gets."""
     model = build(name, dtype)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    served = Universal(name, model, True)
+    served = TransformersModel(name, model, True)
     served._mode = RowInvariant(rules)
     return served
 
@@ -48,8 +48,8 @@ def test_a_model_with_an_unknown_operation_is_refused_by_module(monkeypatch: pyt
     model = build("llama")
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + torch.logcumsumexp(out, -1))
     with pytest.raises(UnsupportedModel, match=r"logcumsumexp.*model\.layers\.1\.mlp.*exact=False"):
-        Universal("llama", model, True)
-    Universal("llama", model, False)
+        TransformersModel("llama", model, True)
+    TransformersModel("llama", model, False)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3n", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "olmo2"])
@@ -58,14 +58,14 @@ def test_the_gpus_replacements_write_the_same_text(checkpoint: Callable[..., str
     texts = []
     for rules in (CPU, CUDA):
         model = load(checkpoint(name), backend="transformers")
-        assert isinstance(model, Universal)
+        assert isinstance(model, TransformersModel)
         model._mode = RowInvariant(rules)
         llm = LLM(model, draft="ngram", memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=16))])
     assert texts[0] == texts[1]
 
 
-def disturbed(name: str, module: str, rows: int) -> Universal:
+def disturbed(name: str, module: str, rows: int) -> TransformersModel:
     """A model in which one module's result changes in passes of at least this many rows."""
     model = stock(name)
 

@@ -19,7 +19,7 @@ from faircopy.model import loader
 from faircopy.model.decoder import Decoder
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.selftest import self_test
-from faircopy.model.universal import Universal
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.model.weights import FAMILIES
 from tests.helpers import CPU, load
 from tests.zoo import REFUSED, ZOO, build
@@ -62,9 +62,9 @@ def test_the_family_runs_on_our_decoder_and_others_on_the_transformers_backend(
     ours = {"llama", "mistral_window", "qwen2", "qwen3", "glm", "glm4", "phi3", "granite", "smollm3"}
     for name in ours:
         assert isinstance(load(checkpoint(name)), Decoder), name
-        assert isinstance(load(checkpoint(name), backend="transformers"), Universal)
+        assert isinstance(load(checkpoint(name), backend="transformers"), TransformersModel)
     for name in ("gpt2", "gemma2", "qwen3_moe", "olmo2"):
-        assert isinstance(load(checkpoint(name)), Universal), name
+        assert isinstance(load(checkpoint(name)), TransformersModel), name
     assert {ZOO[name]().model_type for name in ours} <= set(FAMILIES)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from faircopy.errors import CheckpointError
 from faircopy.model.loader import CheckpointTensors, find_checkpoint, load_config, read_json
-from faircopy.model.universal import context_length
+from faircopy.model.transformers_backend import context_length
 from faircopy.model.weights import FAMILIES, head_size
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -29,7 +29,7 @@ def load_model(
     kind = dtype or native_dtype(checkpoint_dtype(config), device)
     if backend == "decoder" or (backend == "auto" and fits_decoder(config)):
         return _load_decoder(path, folder, config, kind, device, exact)
-    return _load_universal(path, folder, kind, device, exact)
+    return _load_transformers(path, folder, kind, device, exact)
 
 
 def find_checkpoint(path: str) -> Path:
@@ -208,12 +208,12 @@ def _first_row(handle: Any, name: str) -> Tensor:
     return part
 
 
-def _load_universal(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
-    from faircopy.model.universal import Universal, check_static
+def _load_transformers(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
+    from faircopy.model.transformers_backend import TransformersModel, check_static
 
     config = load_config(folder)
     check_static(name, config, _model_class(name, config))
-    return Universal(name, load_stock(name, dtype, device), exact)
+    return TransformersModel(name, load_stock(name, dtype, device), exact)
 
 
 def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from faircopy.layout.pool import PagePool
 from faircopy.model.base import FINAL, Model
 from faircopy.model.divergence import RowRecording, first_layer, first_operation, same_bits
 from faircopy.model.runner import Result, Runner
-from faircopy.model.universal import REMEDY, Universal
+from faircopy.model.transformers_backend import REMEDY, TransformersModel
 from faircopy.types import Batch, Draft, Request, Sequence
 
 ROWS = (2, 5, 16, 33, 160, 320, 700)  # rows of the passes that a row is compared in
@@ -43,7 +43,7 @@ def self_test(model: Model, exact: bool) -> list[int]:
     tokens = _text(min(13, model.context - 1), model.vocab)
     with torch.no_grad():
         together = _verified_in_company(model, tokens, exact)
-        if isinstance(model, Universal):
+        if isinstance(model, TransformersModel):
             _compare_with_own_forward(model, tokens, together)
         if not exact:
             return []
@@ -159,7 +159,7 @@ class RowTrial:
         for takes in passes:
             row = _row(takes, seq, position - (len(seq.tokens) - takes[seq]))
             with ExitStack() as stack:
-                if isinstance(self._model, Universal):
+                if isinstance(self._model, TransformersModel):
                     path = stack.enter_context(self._model.module_path)
                     records.append(stack.enter_context(RowRecording(path, sum(takes.values()), row)))
                 result = self._run(takes, wants)
@@ -187,7 +187,7 @@ def _text(length: int, vocab: int, start: int = 0) -> list[int]:
     return [(7 * i * i + 3 * i + 1 + start) % vocab for i in range(length)]
 
 
-def _compare_with_own_forward(model: Universal, tokens: list[int], together: Tensor) -> None:
+def _compare_with_own_forward(model: TransformersModel, tokens: list[int], together: Tensor) -> None:
     own = model.reference(torch.tensor(tokens, device=model.device))[-together.shape[0] :].float()
     errors = (own - together.float()).norm(dim=-1) / own.norm(dim=-1)
     # in 16 bits one rounding may send a token to another expert: then a row is far off for no fault of ours

@@ -18,7 +18,7 @@ from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
-from faircopy.model.universal import context_length
+from faircopy.model.transformers_backend import context_length
 from faircopy.train.corpus import Answering, corpus
 from faircopy.train.data import Windows
 from faircopy.train.heads import Accuracy, HeadTask, Teacher, measure_heads

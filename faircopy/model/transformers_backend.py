@@ -60,7 +60,7 @@ class _Probe:
 _current: ContextVar[_Step | _Probe | None] = ContextVar("faircopy_step", default=None)
 
 
-class Universal:
+class TransformersModel:
     """A stock model behind the same interface as our own decoder."""
 
     def __init__(self, name: str, model: PreTrainedModel, exact: bool) -> None:
