@@ -27,8 +27,6 @@ from faircopy.types import Output, Request, SamplingParams, Sequence
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
-BACKENDS = {"Decoder": "eager decoder", "Fused": "fused decoder", "TransformersModel": "transformers"}
-
 
 class LLM:
     """A target model, an optional drafter, and the engine that runs them. One thread at a time.
@@ -157,7 +155,7 @@ class LLM:
         tables, model = self.engine.tables, self.model
         return {
             "target": model.name,
-            "backend": BACKENDS.get(type(model).__name__, type(model).__name__),
+            "backend": model.backend,
             "drafter": type(self.engine.drafter).__name__,
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),

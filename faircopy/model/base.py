@@ -41,6 +41,7 @@ class TokenWeights:
 class Model(Protocol):
     """A causal language model over packed tokens; keys and values live in the cache it is given."""
 
+    backend: str  # what runs it, in words for people
     name: str
     vocab: int
     context: int

@@ -33,6 +33,8 @@ def eager_weights(source: Source) -> Weights[Product]:
 class Decoder:
     """A dense decoder over packed rows; exact if its products are."""
 
+    backend = "eager decoder"
+
     def __init__(self, weights: Weights[Product]) -> None:
         source = weights.source
         self.name, self.vocab, self.context = source.name, source.vocab, source.context

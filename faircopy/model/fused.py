@@ -43,6 +43,8 @@ def fused_weights(source: Source) -> Weights[Linear]:
 class Fused:
     """A dense decoder over packed rows; passes over other caches run in the eager decoder, with the same weights."""
 
+    backend = "fused decoder"
+
     def __init__(self, weights: Weights[Linear]) -> None:
         source = weights.source
         self.name, self.vocab, self.context = source.name, source.vocab, source.context

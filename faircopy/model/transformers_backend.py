@@ -63,6 +63,8 @@ _current: ContextVar[_Step | _Probe | None] = ContextVar("faircopy_step", defaul
 class TransformersModel:
     """A stock model behind the same interface as our own decoder."""
 
+    backend = "transformers"
+
     def __init__(self, name: str, model: PreTrainedModel, exact: bool) -> None:
         config = model.config.get_text_config()
         check_static(name, config, type(model))

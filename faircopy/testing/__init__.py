@@ -27,6 +27,8 @@ Forward = Callable[[list[int]], Tensor]  # tokens -> logits [T, V], from scratch
 class TableModel:
     """A model that costs nothing: logits are looked up by token and position."""
 
+    backend = "table"
+
     def __init__(self, vocab: int = 64, context: int = 512, seed: int = 0, eos: Seq[int] = ()) -> None:
         self.name, self.vocab, self.context, self.eos = "table", vocab, context, tuple(eos)
         self.dtype, self.device = torch.float32, torch.device("cpu")
