@@ -1,5 +1,7 @@
 """faircopy: batch speculative decoding whose output is exactly what the target model alone would have written."""
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,11 @@ from faircopy.errors import (
     RequestError,
     UnsupportedModel,
 )
+
+# Threads that spin while they wait take the processor from those that work: on a busy machine two of them were 40 times
+# slower than one (LOG.md). OpenMP reads this once, when torch is loaded; whoever has set it is left alone.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from faircopy.answers import Answer, Completion

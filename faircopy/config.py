@@ -34,6 +34,7 @@ class EngineConfig:
     exact: bool = True
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
+    threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
@@ -47,7 +48,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._whole("k", 0)
-        for name in ("max_batch", "page", "lookup_min", *(("chunk",) if self.chunk is not None else ())):
+        for name in ("max_batch", "page", "lookup_min", *self._given("chunk", "threads")):
             self._whole(name, 1)
         self._whole("lookup_max", self.lookup_min)
         self._one_of("strategy", STRATEGIES)
@@ -74,6 +75,9 @@ class EngineConfig:
                 )
 
         self.torch_device()
+
+    def _given(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self, name) is not None]
 
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.dtype)

@@ -19,17 +19,21 @@ from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head
 from faircopy.engine import Engine
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
+from faircopy.fair_lock import FairLock
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_tokenizer
 from faircopy.requests import Message, Prompt, RequestReader, as_conversations, as_prompts, check_request, per_prompt
 from faircopy.text import IncrementalText
+from faircopy.threads import use_threads
 from faircopy.types import Output, Request, SamplingParams, Sequence
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
 
 class LLM:
-    """A target model, an optional drafter, and the engine that runs them. One thread at a time.
+    """A target model, an optional drafter, and the engine that runs them.
+
+    Several threads may call it: their requests share the batch, and each step is made by one thread at a time.
 
     target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a draft head trained for this
     target, "ngram", a Drafter of your own, or None. k: draft nodes per step and sequence.
@@ -56,6 +60,8 @@ class LLM:
             k = more.pop("k", k)
             options = more | options
         self.config = EngineConfig(k=k, **options)
+        use_threads(self.config.threads)
+        self._lock = FairLock()  # around everything that reads or changes the engine
         target = os.fspath(target) if isinstance(target, os.PathLike) else target
         self.model = load_target(target, self.config)
         known = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
@@ -183,35 +189,44 @@ class LLM:
         live: list[Sequence] = []
         try:
             for one in pending:
-                one.start(self, live)
+                with self._lock:
+                    one.start(self, live)
             with tqdm(total=len(live), disable=not show, unit="req", dynamic_ncols=True) as bar:
                 while open_ones:
-                    for index in [index for index, one in open_ones.items() if one.done]:
-                        yield index, open_ones.pop(index).answer(self)
-                    if open_ones:
-                        _report(bar, self.engine.step(), live)
+                    with self._lock:
+                        done = [(index, one.answer(self)) for index, one in open_ones.items() if one.done]
+                        outputs = self.engine.step() if not done else []
+                    for index, answer in done:
+                        del open_ones[index]
+                        yield index, answer
+                    _report(bar, outputs, live)
         finally:
-            for seq in live:
-                self.engine.abort(seq)
+            with self._lock:
+                for seq in live:
+                    self.engine.abort(seq)
 
     def _stream(self, request: Request) -> Iterator[str]:
-        text, seq = request.text, self.engine.add(request)
+        text = request.text
         assert isinstance(text, IncrementalText)
+        with self._lock:
+            seq = self.engine.add(request)
         try:
             ended = False
             while not ended:
-                if seq.finished is None:  # another caller's step may have finished it
-                    self.engine.step()
-                ended = seq.finished is not None
-                if ended:
-                    text.finish()
-                piece = text.release()
+                with self._lock:
+                    if seq.finished is None:  # another caller's step may have finished it
+                        self.engine.step()
+                    ended = seq.finished is not None
+                    if ended:
+                        text.finish()
+                    piece = text.release()
                 if piece:
                     yield piece
             if seq.error is not None:
                 raise seq.error
         finally:
-            self.engine.abort(seq)
+            with self._lock:
+                self.engine.abort(seq)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ A rejected node's keys stay where they are: the next write lands on top of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -311,5 +312,12 @@ def _node_positions(draft: Draft, i: int, upto: int, live: range) -> Seq[int]:
 def _pool(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, apart: bool) -> Tensor:
     """[slots, 2, Hkv, D]: keys and values side by side, so that one gather reads both; apart, as kernels want them."""
     if apart:
-        return torch.zeros(2, *shape, dtype=dtype, device=device).transpose(0, 1)
-    return torch.zeros(shape[0], 2, *shape[1:], dtype=dtype, device=device)
+        return lazy_zeros((2, *shape), dtype, device).transpose(0, 1)
+    return lazy_zeros((shape[0], 2, *shape[1:]), dtype, device)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the system hands out their memory when it is first written, as sequences take pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
