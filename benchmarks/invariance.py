@@ -32,7 +32,7 @@ from faircopy import LLM, SamplingParams
 from faircopy.bench.record import collect
 from faircopy.errors import UnsupportedModel
 from faircopy.model.base import Model
-from faircopy.model.divergence import same_bits
+from faircopy.model.bits import same_bits
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.loader import build_decoder, fits_decoder, load_eos, load_model, load_tokenizer, rope_frequencies
 from faircopy.model.selftest import ROWS, RowTrial, self_test

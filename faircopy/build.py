@@ -24,6 +24,7 @@ from faircopy.model.base import Model
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
 from faircopy.verify.exact import ExactVerifier
@@ -39,6 +40,8 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
     if isinstance(target, str):
         target = load_model(target, config.torch_dtype(), config.torch_device(), config.exact)
         self_test(target, config.exact)
+        if isinstance(target, TransformersModel):
+            target.release_weights()
     if not hasattr(target, "forward") or not hasattr(target, "layers"):
         raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
     return target  # type: ignore[no-any-return]

@@ -277,3 +277,28 @@ def test_every_end_token_of_the_generation_config_counts(copy: Callable[..., Pat
     first = min(free.index(free[4]), free.index(free[7]))
     assert (out.token_ids, out.finish_reason) == (free[: first + 1], "stop")
     assert LLM(str(folder), **OPTIONS).generate([[1, 2, free[4], 3]], SamplingParams(max_tokens=3))[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_neox", "qwen3_moe", "deepseek_v3", "gemma3n"])
+def test_packed_weights_exist_once(checkpoint: Callable[..., str], name: str) -> None:
+    """What products have copies of is freed after the self-test, and the text stays the same."""
+    prompts, params = [[5, 6, 7], [9] * 30], SamplingParams(max_tokens=12)
+    double = load(checkpoint(name), backend="transformers")
+    assert isinstance(double, TransformersModel)
+    wanted = [a.token_ids for a in LLM(double, memory="32MiB").generate(prompts, params)]
+    before = sum(p.untyped_storage().nbytes() for p in double._model.parameters())
+    freed = double.release_weights()
+    assert freed > 0
+    assert sum(p.untyped_storage().nbytes() for p in double._model.parameters()) < before - freed // 2
+    assert double.release_weights() == 0, "once is enough"
+    assert [a.token_ids for a in LLM(double, memory="32MiB").generate(prompts, params)] == wanted
+    assert [a.token_ids for a in LLM(checkpoint(name), **OPTIONS).generate(prompts, params)] == wanted
+
+
+def test_a_weight_that_a_module_reads_by_itself_is_kept() -> None:
+    model = build("gpt_neox")
+    block = model.gpt_neox.layers[0]
+    block.mlp.register_forward_hook(lambda module, args, out: out + module.dense_h_to_4h.weight.mean())
+    served = TransformersModel("gpt_neox", model, True)
+    assert served.release_weights() == 0
+    assert torch.isfinite(block.mlp.dense_h_to_4h.weight).all()

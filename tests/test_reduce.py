@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from faircopy.kernels import product, reduce
-from faircopy.model.divergence import same_bits
+from faircopy.model.bits import same_bits
 from faircopy.model.fixed_order import PRODUCTS, REDUCTIONS, WIDE_SUMS
 
 ROWS = (1, 2, 7, 33, 160)

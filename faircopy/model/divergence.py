@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from faircopy.model.bits import same_bits
 from faircopy.model.operations import ModulePath
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    kind = _BITS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 @dataclass(frozen=True, slots=True)

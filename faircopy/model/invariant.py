@@ -27,6 +27,7 @@ class RowInvariant(TorchFunctionMode):
         super().__init__()
         self._replacements = _replacements(device)
         self._products: dict[tuple[Any, ...], Product] = {}
+        self._packed: dict[int, Tensor] = {}  # weights of those products
         self.replacing = False  # whether one of the replacements is running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,16 +63,17 @@ class RowInvariant(TorchFunctionMode):
     def _product(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Product:
         if not _is_weight(weight):  # made anew in every forward: not to be remembered
             return product(weight.t() if transposed else weight, bias)
-        place = (
-            transposed,
-            weight.data_ptr(),
-            weight.shape,
-            weight.stride(),
-            None if bias is None else bias.data_ptr(),
-        )
+        whole = weight if isinstance(weight, nn.Parameter) else weight._base
+        place = (transposed, id(whole), weight.storage_offset(), weight.shape, None if bias is None else id(bias))
         if place not in self._products:
             self._products[place] = product(weight.t() if transposed else weight, bias)
+            self._packed[id(weight)] = weight
         return self._products[place]
+
+    @property
+    def packed(self) -> list[nn.Parameter]:
+        """Whole parameters that a product has a copy of."""
+        return [weight for weight in self._packed.values() if isinstance(weight, nn.Parameter)]
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -22,7 +22,8 @@ from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.model.base import FINAL, Model
-from faircopy.model.divergence import RowRecording, first_layer, first_operation, same_bits
+from faircopy.model.bits import same_bits
+from faircopy.model.divergence import RowRecording, first_layer, first_operation
 from faircopy.model.runner import Result, Runner
 from faircopy.model.transformers_backend import REMEDY, TransformersModel
 from faircopy.types import Batch, Draft, Request, Sequence

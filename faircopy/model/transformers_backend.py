@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.model.base import Taps, TokenWeights
+from faircopy.model.bits import same_bits
 from faircopy.model.hidden import stock_token_weights, tapping
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.operations import ModulePath, Operation, OperationList
@@ -114,14 +116,11 @@ class TransformersModel:
 
     def operations(self, device_type: str) -> list[Operation]:
         """The ATen operations of a forward over one token, attention left out, by the rules of a kind of device."""
-        zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        mode = self._mode
-        path = self.module_path
+        mode, path = self._mode, self.module_path
         found = OperationList(path, device_type, lambda: mode is not None and mode.replacing)
-        with _running(_Probe()), mode or contextlib.nullcontext():
-            self._call(zero, zero, zero)  # packs the weights
-        with _running(_Probe()), mode or contextlib.nullcontext(), path, found:
-            self._call(zero, zero, zero)
+        self._one_token()  # packs the weights
+        with path, found:
+            self._one_token()
         return found.operations
 
     @property
@@ -138,6 +137,31 @@ class TransformersModel:
                 f"{suspects[0]} is not known to treat rows one by one on {self.device.type}",
                 "pass exact=False to serve it without the promise",
             )
+
+    def release_weights(self) -> int:
+        """Free the stock copies of weights that CPU products have packed copies of; returns the bytes freed.
+
+        A weight stays if a module other than a linear layer owns it. All stay if the model computes something else
+        without them. Afterwards `reference` has nothing to compute with.
+        """
+        if self._mode is None or self.device.type != "cpu":
+            return 0
+        before, owned = self._one_token(), _linear_only(self._model)
+        freed = [weight for weight in self._mode.packed if id(weight) in owned and weight.is_contiguous()]
+        kept = [weight.data for weight in freed]
+        for weight in freed:
+            weight.data = weight.new_full((1,), torch.nan).expand(weight.shape)
+        if not same_bits(self._one_token(), before):
+            for weight, data in zip(freed, kept, strict=True):
+                weight.data = data
+            return 0
+        return sum(data.nbytes for data in kept)
+
+    def _one_token(self) -> Tensor:
+        """The logits of one token that attends to itself."""
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        with _running(_Probe()), self._mode or contextlib.nullcontext():
+            return self._call(zero, zero, zero)
 
     def _probe(self, layers: int) -> _Probe:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -159,6 +183,17 @@ def check_static(name: str, config: Any, kind: type[PreTrainedModel]) -> None:
     problem = _static_problem(config, kind)
     if problem:
         raise UnsupportedModel("model", name, f"{config.model_type}: {problem}", REMEDY)
+
+
+def _linear_only(model: PreTrainedModel) -> set[int]:
+    """Ids of the parameters that linear layers alone own; the output layer's is kept for draft heads."""
+    owners: dict[int, set[type[nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(type(module))
+    head = model.get_output_embeddings()
+    kept = set() if head is None else {id(head.weight)}
+    return {parameter for parameter, kinds in owners.items() if kinds <= {nn.Linear, Conv1D}} - kept
 
 
 def context_length(config: Any) -> int:
