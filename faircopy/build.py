@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter
@@ -19,7 +20,7 @@ from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.memory import page_count
-from faircopy.model.anatomy import is_head
+from faircopy.model.anatomy import identity, is_head
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
@@ -39,12 +40,26 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
     """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
     if isinstance(target, str):
         target = load_model(target, config.torch_dtype(), config.torch_device(), config.exact)
-        self_test(target, config.exact)
+        test_once(target, config.exact)
         if isinstance(target, TransformersModel):
             target.release_weights()
     if not hasattr(target, "forward") or not hasattr(target, "layers"):
         raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
     return target  # type: ignore[no-any-return]
+
+
+def test_once(model: Model, exact: bool) -> None:
+    """The self-test, unless this checkpoint has passed it on this machine, in this type and with this very code."""
+    checkpoint = identity(model.name)
+    key = f"{checkpoint} {model.backend} {model.dtype} {device_kind(model.device)} {source_hash()} exact={exact}"
+    if checkpoint is not None and _PASSED.get(key) is not None:
+        return
+    rows = self_test(model, exact)
+    if checkpoint is not None:
+        _PASSED.put(key, rows)
+
+
+_PASSED = KeptTable("self-tests")
 
 
 def load_draft(

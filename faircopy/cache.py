@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -65,6 +66,22 @@ def cpu_kind() -> str:
     """What the bits and the speed of CPU arithmetic depend on: processor, instruction set, torch."""
     limits = [f"{name}={os.environ[name]}" for name in _ISA if name in os.environ]
     return " ".join([_processor(), torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}", *limits])
+
+
+def device_kind(device: torch.device) -> str:
+    """The same for any device."""
+    if device.type != "cuda":
+        return f"{cpu_kind()} threads={torch.get_num_threads()}"
+    return f"{torch.cuda.get_device_name(device)} torch {torch.__version__}"
+
+
+@cache
+def source_hash() -> str:
+    """What tells one state of this package's code from another: a kept result is one of this very code."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @cache

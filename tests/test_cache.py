@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from faircopy import LLM, UnsupportedModel, build
 from faircopy.cache import KeptTable, cache_folder, cpu_kind
 from faircopy.kernels import linear
 
@@ -57,3 +59,34 @@ def test_a_products_trial_is_made_once_per_machine(folder: Path, monkeypatch: py
     assert len(trials) == 1
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert "ATEN_CPU_CAPABILITY=default" in cpu_kind(), "another set of instructions is another machine"
+
+
+def test_a_checkpoint_is_tested_once_per_machine(
+    folder: Path, checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = []
+    original = build.self_test
+    monkeypatch.setattr(build, "self_test", lambda *args: tested.append(args[0].name) or original(*args))
+    monkeypatch.setattr(build, "_PASSED", KeptTable("self-tests"))
+    options = {"dtype": "float32", "memory": "8MiB"}
+    for name, seed in (("llama", 0), ("llama", 0), ("llama", 1), ("gemma2", 0), ("gemma2", 0)):
+        monkeypatch.setattr(build, "_PASSED", KeptTable("self-tests"))  # as a new process would
+        LLM(checkpoint(name, seed), **options)
+    assert len(tested) == 3, "another checkpoint is tested, the same one is not"
+    LLM(checkpoint("llama"), exact=False, **options)
+    monkeypatch.setattr(build, "source_hash", lambda: "changed")
+    LLM(checkpoint("llama"), **options)
+    assert len(tested) == 5, "another mode and other code are"
+
+
+def test_a_model_that_fails_is_tested_again(
+    folder: Path, checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[int]:
+        raise UnsupportedModel("model", "m", "differs", "do something else")
+
+    monkeypatch.setattr(build, "_PASSED", KeptTable("self-tests"))
+    monkeypatch.setattr(build, "self_test", fails)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModel):
+            LLM(checkpoint("llama"), dtype="float32", memory="8MiB")

@@ -84,6 +84,14 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def identity(path: str) -> str | None:
+    """A checkpoint's fingerprint and configuration as one word; None for formats that are slow to look into."""
+    folder = find_checkpoint(path)
+    if not any(folder.glob("*.safetensors")):
+        return None
+    return f"{fingerprint(path)}-{hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()[:16]}"
+
+
 def is_head(path: str) -> bool:
     """Whether a folder holds a draft head of ours."""
     file = Path(path).expanduser() / CONFIG
