@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy import LLM, SamplingParams, UnsupportedModel
@@ -50,6 +51,27 @@ def test_a_model_with_an_unknown_operation_is_refused_by_module(monkeypatch: pyt
     with pytest.raises(UnsupportedModel, match=r"logcumsumexp.*model\.layers\.1\.mlp.*exact=False"):
         TransformersModel("llama", model, True)
     TransformersModel("llama", model, False)
+
+
+@pytest.mark.parametrize(
+    ("hook", "operation"),
+    [
+        (lambda out: out.scatter(-1, torch.zeros_like(out, dtype=torch.long), out, reduce="add"), "scatter"),
+        (lambda out: out.index_add(1, torch.zeros(out.shape[1], dtype=torch.long), out), "index_add"),
+        (lambda out: out + torch.sum(out, -1, keepdim=True, out=torch.empty(*out.shape[:-1], 1)), "sum"),
+        (lambda out: F.elu(out), "elu"),
+        (lambda out: F.softplus(out, beta=2.0), "softplus"),
+    ],
+    ids=["scatter", "index_add", "sum into out", "elu", "softplus"],
+)
+def test_operations_that_hide_are_seen(hook: Callable[[Tensor], Tensor], operation: str) -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: hook(out))
+    served = TransformersModel("llama", model, False)
+    kind = "cpu" if operation in ("elu", "softplus") else "cuda"
+    served._mode = RowInvariant(torch.device(kind))
+    left = [o.name for o in served.operations(kind) if not o.row_invariant]
+    assert any(operation in name for name in left), left
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3n", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "olmo2"])

@@ -70,9 +70,12 @@ def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
     return (wide - wide.amax(dim, True) - row_sum(_powers(x, dim), dim, True).log()).to(dtype or x.dtype)
 
 
-def logsumexp(x: Tensor, dims: int, keepdim: bool = False) -> Tensor:
-    top = _accumulated(x).amax(dims, keepdim)
-    return (top + row_sum(_powers(x, dims), dims, keepdim).log()).to(x.dtype)
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    wide = _accumulated(x)
+    top = wide.amax(dim, True)
+    top = torch.where(top.isfinite(), top, 0.0)  # infinities come through the sum
+    total = row_sum(torch.exp(wide - top), dim, True).log() + top
+    return (total if keepdim else total.squeeze(dim)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

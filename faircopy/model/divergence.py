@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from faircopy.model.bits import same_bits
 from faircopy.model.operations import ModulePath
 
+_UNWRITTEN = ("empty", "empty_like", "empty_strided", "as_strided")  # memory that holds no result yet
+
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
@@ -36,7 +38,7 @@ class RowRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point():
+        if isinstance(out, Tensor) and out.is_floating_point() and not func._schema.name.endswith(_UNWRITTEN):
             self._count += 1
             dims = [dim for dim, size in enumerate(out.shape) if size == self._rows]
             own = [out.select(dim, self._row).clone() for dim in dims]

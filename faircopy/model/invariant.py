@@ -31,34 +31,40 @@ class RowInvariant(TorchFunctionMode):
         self.replacing = False  # whether one of the replacements is running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weighted, fixed = _WEIGHTED.get(func), self._replacements.get(func)
-        if weighted is None and fixed is None:
-            return func(*args, **(kwargs or {}))
+        result: Any = NotImplemented
         self.replacing = True
         try:
-            return weighted(self, *args, **(kwargs or {})) if weighted else fixed(*args, **(kwargs or {}))  # type: ignore[misc]
+            if func in _WEIGHTED:
+                result = _WEIGHTED[func](self, *args, **(kwargs or {}))
+            elif func in self._replacements:
+                result = self._replacements[func](*args, **(kwargs or {}))
         finally:
             self.replacing = False
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        x = input
+        if weight.dim() != 2 or not x.is_floating_point():
+            return NotImplemented
         run = self._product(weight, bias, transposed=False)
         return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], weight.shape[0])
 
-    def addmm(self, bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        if options or not _is_weight(weight):
-            return self._other(torch.addmm, bias, x, weight, **options)
+    def addmm(self, *args: Any, **options: Any) -> Any:
+        if options or len(args) != 3 or not _is_weight(args[2]):
+            return self._other(torch.addmm, *args, **options)
+        bias, x, weight = args
         return self._product(weight, bias, transposed=True)(x)
 
-    def matmul(self, x: Tensor, other: Tensor) -> Tensor:
-        if other.dim() != 2 or not _is_weight(other):
-            return self._other(torch.matmul, x, other)
+    def matmul(self, *args: Any, **options: Any) -> Any:
+        if options or len(args) != 2 or args[1].dim() != 2 or not _is_weight(args[1]):
+            return self._other(torch.matmul, *args, **options)
+        x, other = args
         run = self._product(other, None, transposed=True)
         return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], other.shape[1])
 
-    def _other(self, func: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    def _other(self, func: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
         """A product without a weight."""
-        run: Replacement = self._replacements.get(func, func)
-        return run(*args, **options)  # type: ignore[no-any-return]
+        return self._replacements[func](*args, **options) if func in self._replacements else NotImplemented
 
     def _product(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Product:
         if not _is_weight(weight):  # made anew in every forward: not to be remembered
@@ -85,15 +91,38 @@ def _replacements(device: torch.device) -> dict[Any, Replacement]:
 
 
 def _of_one(fixed: Callable[[Tensor], Tensor]) -> Replacement:
-    return lambda x, *args, **kwargs: fixed(x)
+    """A function of one tensor; any other argument is not understood, but for an `inplace` that is false."""
+
+    def run(input: Tensor, inplace: bool = False) -> Any:
+        return NotImplemented if inplace or not input.is_floating_point() else fixed(input)
+
+    return run
 
 
-def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return activation.gelu_tanh(x) if approximate == "tanh" else activation.gelu(x)
+def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    return activation.gelu_tanh(input) if approximate == "tanh" else activation.gelu(input)
 
 
-def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    return activation.softplus(x) if beta == 1.0 else F.softplus(x, beta, threshold)
+def _softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    return activation.softplus(input) if beta == 1.0 else NotImplemented
+
+
+def _complex_product(a: Any, b: Any) -> Any:
+    """Complex multiplication on a CPU has a vector and a scalar path; real products have one."""
+    if not any(isinstance(x, Tensor) and x.is_complex() for x in (a, b)):
+        return NotImplemented
+    (a_real, a_imag), (b_real, b_imag) = _parts(a), _parts(b)
+    if b_imag is None:
+        return torch.complex(a_real * b_real, a_imag * b_real)
+    if a_imag is None:
+        return torch.complex(a_real * b_real, a_real * b_imag)
+    return torch.complex(a_real * b_real - a_imag * b_imag, a_real * b_imag + a_imag * b_real)
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """Real and imaginary part; the latter None for a real number."""
+    is_complex = isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
+    return (x.real, x.imag) if is_complex else (x, None)
 
 
 # Functions that may multiply by one of the model's weights.
@@ -114,4 +143,7 @@ CPU_ACTIVATIONS: dict[Any, Replacement] = {
     F.sigmoid: _of_one(activation.sigmoid),
     F.gelu: _gelu,
     F.softplus: _softplus,
+    torch.mul: _complex_product,
+    Tensor.mul: _complex_product,
+    Tensor.__mul__: _complex_product,
 }

@@ -31,7 +31,7 @@ _ORDER_FREE = {
     "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "equal", "is_nonzero", "isin", "max", "min",
     "polar",
 }  # fmt: skip
-# Adds to rows named by an index; mixtures of experts name each token once per expert, and visit experts in order.
+# Adds to rows named by an index; right if each is named once, as in mixtures of experts that visit experts in order.
 _ONE_ADDEND = {"index_add", "index_add_"}
 # A CPU thread computes whole rows of these in one order (LOG.md, "which CPU operations are row-invariant?").
 _CPU_ROWWISE = {
@@ -40,7 +40,8 @@ _CPU_ROWWISE = {
 }  # fmt: skip
 # Pointwise on the CPU, and yet with a vector and a scalar path of different bits.
 _CPU_TWO_PATHS = {
-    "gelu", "hardswish", "mish", "sigmoid", "sigmoid_", "silu", "silu_", "softplus",
+    "atan2", "celu", "cosh", "elu", "exp2", "gelu", "hardswish", "logaddexp", "logit", "mish", "selu", "sigmoid",
+    "sigmoid_", "silu", "silu_", "sinh", "softplus",
 }  # fmt: skip
 
 
@@ -100,28 +101,44 @@ class OperationList(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         place = (str(func), str(self._path))
-        if place not in self._seen and not self._ignoring():
+        if not self._ignoring():
             tensors = [a for a in args if isinstance(a, Tensor)]
-            adds = len(args) > 3 and args[3] is True  # index_put's accumulate
-            known = is_row_invariant(func, tensors, self._device_type, adds)
-            self._seen[place] = Operation(*place, tuple(tuple(t.shape) for t in tensors), known)
+            known = is_row_invariant(func, args, self._device_type)
+            if place not in self._seen or not known:  # one call may add up where another did not
+                self._seen[place] = Operation(*place, tuple(tuple(t.shape) for t in tensors), known)
         return out
 
 
-def is_row_invariant(func: OpOverload, tensors: list[Tensor], device_type: str, accumulates: bool = False) -> bool:
+def is_row_invariant(func: OpOverload, args: Any, device_type: str) -> bool:
     """Whether each row of the result is a function of the same rows of the inputs, in bits, on this kind of device."""
-    name = func._schema.name.split("::")[1]
+    name, tensors = func._schema.name.split("::")[1], [a for a in args if isinstance(a, Tensor)]
+    if func.namespace != "aten":
+        return False
     if not any(t.is_floating_point() or t.is_complex() for t in tensors):
         return True  # integers have one result in any order
-    if name.startswith("index_put"):
-        return not accumulates
-    if func.namespace != "aten" or name in _MOVES | _ORDER_FREE | _ONE_ADDEND or _is_view(func):
+    if _adds_up(func, name, args):
+        return False
+    if name in _MOVES | _ORDER_FREE | _ONE_ADDEND or name.startswith("index_put") or _is_view(func):
         return True
     if name == "sort" and func._overloadname == "stable":
         return True
-    if device_type == "cpu" and name in _CPU_TWO_PATHS:
+    if device_type == "cpu" and _has_two_paths(name, tensors):
         return False
     return torch.Tag.pointwise in func.tags or (device_type == "cpu" and name in _CPU_ROWWISE)
+
+
+def _adds_up(func: OpOverload, name: str, args: Any) -> bool:
+    """Whether several numbers are added to one place, in an order that is not fixed."""
+    if name.startswith("index_put"):
+        return len(args) > 3 and args[3] is True
+    if name in _ONE_ADDEND:
+        return len(set(args[2].tolist())) != len(args[2])
+    return name in ("scatter", "scatter_") and "reduce" in func._overloadname
+
+
+def _has_two_paths(name: str, tensors: list[Tensor]) -> bool:
+    narrow = any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+    return name in _CPU_TWO_PATHS or (name == "mul" and tensors[0].is_complex()) or (name == "rsqrt" and narrow)
 
 
 def _is_view(func: OpOverload) -> bool:

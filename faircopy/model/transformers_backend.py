@@ -121,6 +121,7 @@ class TransformersModel:
         self._one_token()  # packs the weights
         with path, found:
             self._one_token()
+            self._few_tokens(3)  # some operations run only where there are several rows
         return found.operations
 
     @property
@@ -158,10 +159,13 @@ class TransformersModel:
         return sum(data.nbytes for data in kept)
 
     def _one_token(self) -> Tensor:
-        """The logits of one token that attends to itself."""
-        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        return self._few_tokens(1)
+
+    def _few_tokens(self, count: int) -> Tensor:
+        """Logits of tokens that attend to themselves alone."""
+        ids = torch.arange(count, device=self.device)
         with _running(_Probe()), self._mode or contextlib.nullcontext():
-            return self._call(zero, zero, zero)
+            return self._call(ids, ids, ids)
 
     def _probe(self, layers: int) -> _Probe:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
