@@ -77,7 +77,9 @@ def generate(
     strategy: Strategy = "ragged",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file, which must be new.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Answer only what is missing in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     explain: Annotated[bool, typer.Option(help="Print the resolved configuration first.")] = False,
 ) -> None:
@@ -88,11 +90,11 @@ def generate(
 
     asked = read_prompts(prompts or [], file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    writable("--out", out)
+    answers = _answer_file(out, asked, resume, overwrite)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, dtype=dtype, device=device)
     if explain:
         print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
-    if not run(llm, asked, params, out, as_json):
+    if not run(llm, asked, params, answers, as_json):
         raise typer.Exit(1)
 
 
@@ -248,6 +250,18 @@ def train(
     )  # fmt: skip
     learned = train_head(plan, method, levels) if what == "head" else train_draft(plan, hidden, layers, heads)
     show(learned, plan.target, Console())
+
+
+def _answer_file(out: Path | None, prompts: list[str], resume: bool, overwrite: bool) -> Any:
+    from faircopy.terminal.answer_file import AnswerFile
+
+    if out is None:
+        if resume or overwrite:
+            option = "--resume" if resume else "--overwrite"
+            raise ConfigError(option, True, "given without --out", "name the file with --out")
+        return None
+    writable("--out", out)
+    return AnswerFile(out, prompts, resume, overwrite)
 
 
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:

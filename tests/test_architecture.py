@@ -15,7 +15,7 @@ ROOT = Path(faircopy.__file__).parent
 # other. docs/architecture.md draws the same levels.
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"types", "rng", "config", "meter", "text", "html", "acceptance", "cache"},
+    {"types", "rng", "config", "meter", "text", "html", "acceptance", "cache", "files"},
     {"kernels"},
     {"layout", "sampling"},
     {"model"},

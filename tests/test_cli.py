@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,8 @@ import pytest
 from rich.console import Console
 
 from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cli
+from faircopy.errors import OutputError
+from faircopy.files import replace_text
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
 from faircopy.terminal.prompts import read_prompts
@@ -87,6 +91,111 @@ def test_an_interruption_keeps_what_is_finished(
     assert code == 1
     assert "1 of 2 answers are kept" in err
     assert len(out.read_text().splitlines()) == 1
+
+
+def written(file: Path) -> list[dict[str, object]]:
+    """The records of a file; each of its lines must be whole."""
+    text = file.read_text()
+    assert text.endswith("\n") or not text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_an_existing_file_is_refused_resumed_or_replaced(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", "Tom", "The dog", "A frog", "--max-tokens", "3", "--seed", "1", "--out", str(out))
+    assert call(*ask)[0] == 0
+    complete, lines = written(out), out.read_text().splitlines(keepends=True)
+    code, _, err = call(*ask)
+    assert code == 2 and f"--out = '{out}'" in err and "--resume" in err and "--overwrite" in err
+    assert written(out) == complete, "a refusal changes nothing"
+
+    out.write_text(lines[2] + lines[0][:20])  # out of order, the last line cut as a full disk cuts it
+    code, _, err = call(*ask, "--resume")
+    assert code == 0 and "1 of 3 prompts are already answered" in err
+    assert written(out) == complete
+    assert call(*ask, "--resume")[0] == 0, "nothing is missing"
+    assert written(out) == complete
+
+    assert call("generate", "A cat", "--max-tokens", "3", "--out", str(out), "--overwrite")[0] == 0
+    assert [record["prompt"] for record in written(out)] == ["A cat"]
+    assert list(tmp_path.iterdir()) == [out], "no temporary file is left"
+
+
+def test_a_failed_answer_is_made_again_by_resume(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", "Tom", "x " * 600, "--max-tokens", "3", "--out", str(out))
+    assert call(*ask)[0] == 1
+    assert ["error" in record for record in written(out)] == [False, True]
+    code, _, err = call(*ask, "--resume")
+    assert code == 1 and "1 of 2 prompts are already answered" in err
+    assert ["error" in record for record in written(out)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ('{"index": 0, "prompt": "another"}\n', ("--resume",), "a.jsonl:1': answers prompt 0, 'another'"),
+        ('{"index": 7, "prompt": "Tom"}\n', ("--resume",), "answers prompt 7"),
+        ('\n{"broken\n', ("--resume",), "a.jsonl:2': not an answer"),
+        ("[1]\n", ("--resume",), "not an answer"),
+        ("", ("--resume", "--overwrite"), "give one of the two"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    call, tmp_path: Path, content: str, options: tuple[str, ...], words: str
+) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    out.write_text(content)
+    code, _, err = call("generate", "Tom", "--out", str(out), *options)
+    assert (code, out.read_text()) == (2, content)
+    assert words in err
+    assert call("generate", "Tom", "--resume")[0] == 2, "--resume without --out"
+
+
+def test_a_full_disk_is_an_error_by_name_and_leaves_whole_lines(
+    call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    room, write = [700], os.write
+
+    def full(file: int, content: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write(file, content[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr("faircopy.files.os.write", full)
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", *bundled.prompts()[:6], "--max-tokens", "3", "--out", str(out))
+    code, _, err = call(*ask)
+    assert code == 1 and "Traceback" not in err
+    assert f"--out = '{out}': cannot be written (No space left on device)" in err and "free some space" in err
+    kept = len(written(out))
+    assert 0 < kept < 6
+    room[0] = 1 << 20
+    code, _, err = call(*ask, "--resume")
+    assert code == 0 and f"{kept} of 6 prompts are already answered" in err
+    assert [record["index"] for record in written(out)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_device_is_written_and_never_replaced(call) -> None:  # type: ignore[no-untyped-def]
+    assert call("generate", "Tom", "The dog", "--max-tokens", "2", "--out", "/dev/null", "--overwrite")[0] == 0
+    assert Path("/dev/null").is_char_device()
+    code, _, err = call("generate", "Tom", "--max-tokens", "2", "--out", "/dev/full")
+    assert code == 1 and "--out = '/dev/full': cannot be written (No space left on device)" in err
+
+
+def test_without_space_a_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("faircopy.files.os.fsync", full)
+    file = tmp_path / "r.json"
+    file.write_text("old")
+    with pytest.raises(OutputError, match="as it was before"):
+        replace_text("--out", file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(

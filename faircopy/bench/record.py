@@ -16,6 +16,7 @@ import transformers
 
 from faircopy import __version__
 from faircopy.errors import CheckpointError
+from faircopy.files import append_line, replace_text
 
 RESULT = {"commit", "device", "settings", "workload", "name", "batch", "counters", "phases", "identical", "of"}
 
@@ -38,7 +39,7 @@ def origin() -> dict[str, Any]:
 def write(path: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """One JSON file: origin, settings, rows."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    replace_text("--out", Path(path), json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
 
 
 def collect(path: str, settings: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -53,8 +54,8 @@ def collect(path: str, settings: dict[str, Any], rows: Iterable[dict[str, Any]])
 def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """One line per record; what is in the file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    for record in records:
+        append_line("--out", path, json.dumps(record))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
