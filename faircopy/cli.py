@@ -157,6 +157,10 @@ def audit(
     device: Device = "auto",
     exact: Annotated[bool, typer.Option(help="--no-exact shows what happens without the promise.")] = True,
     limit: Annotated[int | None, typer.Option(help="Prompts at most; 32 of the bundled ones if left out.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="About how long it may take; 0: no limit. 60 if it is given no prompts or options."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a one-file HTML report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
@@ -165,13 +169,22 @@ def audit(
     timeout: Annotated[float, typer.Option(help="With --url: seconds to wait for an answer.")] = 120.0,
     tie: Annotated[float, typer.Option(help="With --url: log probability below which a difference is a tie.")] = 0.5,
 ) -> None:
-    """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %."""
+    """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %.
+
+    Ctrl-C keeps the report of what was compared.
+    """
     from faircopy.audit.report import print_report
+    from faircopy.files import replace_text
+    from faircopy.terminal.audit import SECONDS, Shown
 
     asked = _audited_prompts(prompts, file, own=target is None and not url, limit=limit)
     writable("--html", html)
     if url and (target or draft or k or batch):
         raise ConfigError("--url", url, "given beside options for models", "audit servers or models, not both at once")
+    if url and seconds is not None:
+        raise ConfigError("--seconds", seconds, "given beside --url", "limit an audit of servers with --limit")
+    if seconds is None and not (prompts or file or limit or target or draft or k or batch):
+        seconds = SECONDS
     console = Console(stderr=as_json)
     with console.status("auditing") as status:
         if url:
@@ -185,6 +198,7 @@ def audit(
             from faircopy.audit.models import audit_models
             from faircopy.types import SamplingParams
 
+            shown = Shown(console, status)
             report = audit_models(
                 target or bundled.target(),
                 _audited_drafts(draft, own=target is None),
@@ -192,7 +206,9 @@ def audit(
                 SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
                 batches=tuple(batch or (1, 4, 8)),
                 ks=tuple(k or (2, 4, 8)),
-                progress=lambda done, total, name: status.update(f"{name} ({done} of {total} runs done)"),
+                seconds=seconds or None,
+                watch=shown,
+                progress=shown.on_progress,
                 dtype=dtype,
                 device=device,
                 exact=exact,
@@ -202,7 +218,7 @@ def audit(
     else:
         print_report(report, console)
     if html:
-        html.write_text(report.to_html(), encoding="utf-8")
+        replace_text("--html", html, report.to_html())
     raise typer.Exit(0 if report.passed else 1)
 
 

@@ -294,6 +294,39 @@ def test_the_audit_looks_at_every_prompt_of_the_users_own(call, tmp_path: Path) 
     assert {f["verdict"] for run in json.loads(out)["runs"] for f in run["findings"]} == {"IDENTICAL"}
 
 
+def test_an_interrupted_audit_keeps_its_report(call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from faircopy.terminal.audit import Shown
+
+    def interrupted(self: Shown, done: int, total: int, name: str) -> None:
+        if done == 3:
+            monkeypatch.setattr(LLM, "answers", stop)
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shown, "on_progress", interrupted)
+    page = tmp_path / "audit.html"
+    small = ("Tom had", "The dog", "--max-tokens", "3", "--batch", "2", "--html", str(page))
+    code, out, _ = call("audit", *small)
+    assert code == 1
+    assert out.count("2 of 2 texts identical") == 2, "verdicts come one by one"
+    assert "PARTIAL, 2 of 7 runs: interrupted" in out.replace("\n", " ")
+    assert "PARTIAL" in page.read_text()
+
+
+def test_an_audit_without_options_is_limited_in_time(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    limits: list[float | None] = []
+
+    def stop(*args: object, seconds: float | None, **kwargs: object) -> None:
+        limits.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("faircopy.audit.models.audit_models", stop)
+    for options in ((), ("--seconds", "0"), ("--seconds", "5"), ("--limit", "3"), ("Tom",)):
+        assert call("audit", *options)[0] == 1
+    assert limits == [60.0, None, 5.0, None, None]
+
+
 def test_servers_and_models_are_audited_apart(call) -> None:  # type: ignore[no-untyped-def]
     code, _, err = call("audit", "a", "--url", "http://127.0.0.1:9", "--target", "x")
     assert code == 2
