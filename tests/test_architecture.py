@@ -29,11 +29,12 @@ LEVELS: list[set[str]] = [
     {"audit", "bench", "train"},
     {"terminal"},
     {"cli"},
+    {"__main__"},
 ]
 ROOT_FILE = "__init__"  # it only gathers names
 FREE = {("scheduler", "policy"), ("scheduler", "draft_length")}  # the two questions a scheduler asks
 KNOWS_TRANSFORMERS = {"model", "train", "bench"}
-FOR_PEOPLE = {"cli", "terminal", "audit", "bench", "train"}
+FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train"}
 # Private names that are still imported across modules.
 STILL_PRIVATE = {
     ("model/anatomy.py", "_Tensors"),

@@ -19,6 +19,7 @@ from faircopy.errors import OutputError
 from faircopy.files import replace_text
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
+from faircopy.terminal.options import SAMPLING
 from faircopy.terminal.prompts import read_prompts
 from runs import demo_recording
 
@@ -206,6 +207,11 @@ def test_without_space_a_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, t
         (("generate", "a", "--batch", "0"), 2, "--batch = 0"),
         (("generate", "a", "--max-tokens", "0"), 2, "--max-tokens = 0"),
         (("generate", "a", "--temperature", "-1"), 2, "--temperature = -1.0"),
+        (("generate", "a", "--logit-bias", "x"), 2, "--logit-bias = 'x': not TOKEN_ID=NUMBER"),
+        (("generate", "a", "--top-k", "-2"), 2, "--top-k = -2"),
+        (("generate", "a", "--memory", "lots"), 2, "--memory = 'lots'"),
+        (("generate", "a", "--min-tokens", "200"), 2, "--min-tokens = 200: above max_tokens = 128"),
+        (("train", "tail"), 2, "tail"),
         (("generate", "a", "--strategy", "magic"), 2, "use one of ragged"),
         (("generate", "a", "--dtype", "int3"), 2, "dtype"),
         (("generate", "a", "--bogus"), 2, "bogus"),
@@ -237,6 +243,72 @@ def test_version_and_help(call) -> None:  # type: ignore[no-untyped-def]
         assert command in out
 
 
+def test_every_sampling_parameter_is_an_option(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    unprinted = {"logprobs", "prompt_logprobs"}
+    assert {option.field for option in SAMPLING} == set(SamplingParams.names()) - unprinted
+    seen: list[SamplingParams] = []
+
+    def stop(llm: LLM, asked: object, params: SamplingParams) -> None:
+        seen.append(params)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "answers", stop)
+    call("generate", "Tom")
+    call(
+        "generate", "Tom", "--top-k", "5", "--min-p", "0.1", "--stop", "a b", "--stop", "c", "--stop-token-ids", "7",
+        "--ignore-eos", "--repetition-penalty", "1.2", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
+        "--min-tokens", "2", "--bad-words", "dog", "--logit-bias", "42=-5", "--logit-bias", "7=1.5", "--n", "2",
+        "--seed", "3", "--temperature", "0.7", "--top-p", "0.9", "--max-tokens", "9",
+    )  # fmt: skip
+    assert seen[0] == SamplingParams()
+    assert seen[1] == SamplingParams(
+        top_k=5, min_p=0.1, stop=("a b", "c"), stop_token_ids=(7,), ignore_eos=True, repetition_penalty=1.2,
+        presence_penalty=0.5, frequency_penalty=0.25, min_tokens=2, bad_words=("dog",), logit_bias={42: -5.0, 7: 1.5},
+        n=2, seed=3, temperature=0.7, top_p=0.9, max_tokens=9,
+    )  # fmt: skip
+
+
+def test_chat_template_and_system_message(call) -> None:  # type: ignore[no-untyped-def]
+    ask = ("generate", "Tom had", "--max-tokens", "4", "--json")
+    llm = LLM(bundled.target(), memory="64MiB")
+    code, out, _ = call(*ask, "--chat", "--memory", "64MiB", "--no-exact")
+    answer = llm.chat([{"role": "user", "content": "Tom had"}], SamplingParams(max_tokens=4))[0]
+    assert code == 0
+    assert (json.loads(out)["prompt"], json.loads(out)["token_ids"]) == ("Tom had", answer.token_ids)
+    assert call(*ask, "--chat", "--system", "Be brief.")[0] == 0
+    code, _, err = call(*ask, "--system", "Be brief.")
+    assert code == 2 and "--system = 'Be brief.': given without --chat" in err
+
+
+def test_several_samples_are_all_written(call) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = call(
+        "generate", "Tom", "--n", "2", "--temperature", "1", "--seed", "1", "--max-tokens", "6", "--json"
+    )
+    record = json.loads(out)
+    assert code == 0 and len(record["outputs"]) == 2
+    assert record["outputs"][0]["token_ids"] == record["token_ids"] != record["outputs"][1]["token_ids"]
+
+
+def test_help_shows_defaults_of_lists_and_no_type_of_flags(call) -> None:  # type: ignore[no-untyped-def]
+    for command in (("generate",), ("chat",), ("demo",), ("audit",), ("bench", "run"), ("train", "head"), ()):
+        code, out, _ = call(*command, "--help")
+        assert code == 0 and "<bool>" not in out, command
+    audit = call("audit", "--help")[1]
+    assert "2, 4, 8" in audit and "1, 4, 8" in audit
+    head, draft = (" ".join(call("train", what, "--help")[1].split()) for what in ("head", "draft"))
+    assert "--method" in head and "--hidden" not in head and "0.001" in head
+    assert "--hidden" in draft and "--method" not in draft and "0.003" in draft
+
+
+def test_the_package_runs_as_a_module_and_completes() -> None:
+    shown = subprocess.run([sys.executable, "-m", "faircopy", "--version"], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stdout) == (0, "0.1.0\n")
+    asked = {**os.environ, "_FAIRCOPY_COMPLETE": "complete_bash", "COMP_WORDS": "faircopy ge", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv[0] = 'faircopy'; from faircopy.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=False)
+    assert "generate" in done.stdout and "audit" not in done.stdout
+
+
 def test_standard_input_is_read_when_there_is_nothing_else() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "faircopy.cli", "generate", "--json", "--max-tokens", "3"],
@@ -251,6 +323,9 @@ def test_a_bad_line_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "fine"}\n' + content + "\n")
     with pytest.raises(RequestError, match=r"p\.jsonl:2"):
+        read_prompts([], file)
+    file.write_text('{"prompt": "fine"}\n\n \n' + content + "\n")
+    with pytest.raises(RequestError, match=r"p\.jsonl:4"):
         read_prompts([], file)
 
 
@@ -362,6 +437,21 @@ def test_half_a_character_harms_no_other_prompt() -> None:
     llm = LLM(bundled.target(), memory="64MiB")
     outs = llm.generate(["Tom", "bad \ud800 x"], SamplingParams(max_tokens=3), errors="return")
     assert [o.error is None for o in outs] == [True, False]
+
+
+def test_an_interruption_at_the_prompt_is_asked_again() -> None:
+    keys = iter(["^C", "", "^C", "^C", "never read"])
+
+    def read(prompt: str) -> str:
+        key = next(keys)
+        if key == "^C":
+            raise KeyboardInterrupt
+        return key
+
+    console = Console(record=True, width=100)
+    chat(LLM(bundled.target(), memory="64MiB"), SamplingParams(), read=read, console=console)
+    assert console.export_text().count("press Ctrl-C again to leave") == 2
+    assert list(keys) == ["never read"]
 
 
 def test_the_end_of_input_ends_a_conversation() -> None:
