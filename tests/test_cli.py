@@ -469,6 +469,14 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     text = console.export_text()
     assert "100.00 % identical" in text
     assert "speculative, k = 2" in text
+    assert "try next: faircopy generate" in " ".join(text.split())
+
+
+def test_the_demo_fits_a_terminal() -> None:
+    console = Console(record=True, width=100)
+    assert demo(bundled.target(), bundled.draft(), choose_prompts(), 2, 48, console)
+    shown = console.export_text().splitlines()
+    assert len(shown) <= 38 and max(map(len, shown)) <= 100
 
 
 def test_the_recording_of_the_demo_shows_every_piece() -> None:
