@@ -76,8 +76,16 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
+    """The commit of the clone that this package lies in; the package's version where it is no clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # a folder of installed packages may lie in somebody else's repository
+        return f"faircopy {__version__}"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return f"faircopy {__version__}"
+    return run.stdout.strip() or f"faircopy {__version__}"
 
 
 def _device() -> str:
