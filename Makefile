@@ -24,7 +24,7 @@ lint: $(VENV)/.test
 $(VENV)/.core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable ".[bench]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core

@@ -26,15 +26,18 @@ from faircopy.errors import (
 )
 from faircopy.terminal.bench import app as bench
 from faircopy.terminal.guard import option_of, stoppable, writable
+from faircopy.terminal.options import Command, Group, with_sampling
+from faircopy.terminal.train import app as train
 
 app = typer.Typer(
     name="faircopy",
     help="Batch speculative decoding whose output is exactly what the target model alone would have written.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
@@ -50,6 +53,12 @@ BatchSize = Annotated[int, typer.Option("--batch", help="Sequences that run toge
 Strategy = Annotated[str, typer.Option(help="How a ragged batch is held: docs/strategies.md.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Memory = Annotated[
+    str | None, typer.Option(help="For keys and values, such as 2GiB; chosen by the device if left out.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; chosen by the machine if left out.")]
+Exact = Annotated[bool, typer.Option(help="--no-exact drops the promise that batches and drafts change no token.")]
+System = Annotated[str | None, typer.Option(help="The system message of the chat template.")]
 File = Annotated[Path | None, typer.Option("--file", help="Prompts: .txt, one a line, or .jsonl with prompt or turns.")]
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts; standard input if there are none.")]
 
@@ -61,63 +70,71 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
+@with_sampling()
 def generate(
+    params: Any,
     prompts: Prompts = None,
     file: File = None,
     target: Target = None,
     draft: Draft = None,
     k: Width = 4,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
     batch: BatchSize = 64,
     strategy: Strategy = "ragged",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file.")] = None,
+    memory: Memory = None,
+    threads: Threads = None,
+    exact: Exact = True,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the model's chat template.")] = False,
+    system: System = None,
+    out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file, which must be new.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Answer only what is missing in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
-    explain: Annotated[bool, typer.Option(help="Print the resolved configuration first.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the resolved configuration first.")] = False,
 ) -> None:
     """Answer prompts in a batch. Ctrl-C keeps what is finished."""
+    from faircopy.terminal.chat import conversation
     from faircopy.terminal.generate import generate as run
     from faircopy.terminal.prompts import read_prompts
-    from faircopy.types import SamplingParams
 
+    if system is not None and not chat:
+        raise ConfigError("--system", system, "given without --chat", "add --chat: only a chat template has a place")
     asked = read_prompts(prompts or [], file)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    writable("--out", out)
-    llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, dtype=dtype, device=device)
+    answers = _answer_file(out, asked, resume, overwrite)
+    options = _engine_options(dtype, device, memory, threads, exact)
+    llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, **options)
     if explain:
         print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
-    if not run(llm, asked, params, out, as_json):
+    encode = (lambda text: llm.chat_prompt(conversation(system, text))) if chat else str
+    if not run(llm, asked, params, answers, as_json, encode):
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
+@with_sampling(left_out=("n",), max_tokens=256)
 def chat(
+    params: Any,
     target: Target = None,
     draft: Draft = None,
     k: Width = 4,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    memory: Memory = None,
+    threads: Threads = None,
+    exact: Exact = True,
+    system: System = None,
 ) -> None:
     """Talk to a model; earlier turns stay in the cache."""
     from faircopy.terminal.chat import chat as run
-    from faircopy.types import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run(_llm(target, draft, k, dtype=dtype, device=device), params)
+    run(_llm(target, draft, k, **_engine_options(dtype, device, memory, threads, exact)), params, system=system)
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def demo(
     target: Target = None,
@@ -135,7 +152,7 @@ def demo(
     raise typer.Exit(0 if exact else 1)
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def audit(
     prompts: Prompts = None,
@@ -144,9 +161,12 @@ def audit(
         list[str] | None, typer.Option(help="Audit OpenAI-compatible servers; the first is the reference.")
     ] = None,
     target: Target = None,
-    draft: Annotated[list[str] | None, typer.Option(help="Drafts to try: folders, hub ids, 'ngram'.")] = None,
-    k: Annotated[list[int] | None, typer.Option("--k", help="Draft lengths to try.")] = None,
-    batch: Annotated[list[int] | None, typer.Option("--batch", help="Batch sizes to try.")] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Drafts to try: folders, hub ids, 'ngram'.", show_default="ngram, and the bundled target's"),
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Draft lengths to try.", show_default="2, 4, 8")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes to try.", show_default="1, 4, 8")] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -155,21 +175,36 @@ def audit(
     device: Device = "auto",
     exact: Annotated[bool, typer.Option(help="--no-exact shows what happens without the promise.")] = True,
     limit: Annotated[int | None, typer.Option(help="Prompts at most; 32 of the bundled ones if left out.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="About how long it may take; 0: no limit. 60 if it is given no prompts or options."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a one-file HTML report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="With --url.")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(help="With --url: requests at a time to try.")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="With --url: requests at a time to try.", show_default="1, 8")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="With --url: seconds to wait for an answer.")] = 120.0,
     tie: Annotated[float, typer.Option(help="With --url: log probability below which a difference is a tie.")] = 0.5,
 ) -> None:
-    """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %."""
+    """Check that speculation changes nothing, on your models and prompts. Exit code 0 only at 100 %.
+
+    Ctrl-C keeps the report of what was compared.
+    """
     from faircopy.audit.report import print_report
+    from faircopy.files import replace_text
+    from faircopy.terminal.audit import SECONDS, Shown
 
     asked = _audited_prompts(prompts, file, own=target is None and not url, limit=limit)
     writable("--html", html)
     if url and (target or draft or k or batch):
         raise ConfigError("--url", url, "given beside options for models", "audit servers or models, not both at once")
+    if url and seconds is not None:
+        raise ConfigError("--seconds", seconds, "given beside --url", "limit an audit of servers with --limit")
+    if seconds is None and not (prompts or file or limit or target or draft or k or batch):
+        seconds = SECONDS
     console = Console(stderr=as_json)
     with console.status("auditing") as status:
         if url:
@@ -183,6 +218,7 @@ def audit(
             from faircopy.audit.models import audit_models
             from faircopy.types import SamplingParams
 
+            shown = Shown(console, status)
             report = audit_models(
                 target or bundled.target(),
                 _audited_drafts(draft, own=target is None),
@@ -190,7 +226,9 @@ def audit(
                 SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
                 batches=tuple(batch or (1, 4, 8)),
                 ks=tuple(k or (2, 4, 8)),
-                progress=lambda done, total, name: status.update(f"{name} ({done} of {total} runs done)"),
+                seconds=seconds or None,
+                watch=shown,
+                progress=shown.on_progress,
                 dtype=dtype,
                 device=device,
                 exact=exact,
@@ -200,54 +238,20 @@ def audit(
     else:
         print_report(report, console)
     if html:
-        html.write_text(report.to_html(), encoding="utf-8")
+        replace_text("--html", html, report.to_html())
     raise typer.Exit(0 if report.passed else 1)
 
 
-@app.command()
-@stoppable
-def train(
-    what: Annotated[str, typer.Argument(help="'head' or 'draft'.")],
-    data: Annotated[list[Path], typer.Option(help="Text (.txt) or .jsonl with text, or prompts to answer.")],
-    out: Annotated[Path, typer.Option(help="Folder for the result; a run begun there goes on.")],
-    more: Annotated[list[Path] | None, typer.Argument(help="More files of data.")] = None,
-    target: Target = None,
-    method: Annotated[str, typer.Option(help="Of a head: medusa, clover, clover2 or eagle3.")] = "clover",
-    levels: Annotated[
-        int | None, typer.Option(help="Of a head: tokens guessed ahead, if not the method's own.")
-    ] = None,
-    hidden: Annotated[int, typer.Option(help="Of a draft model: its width.")] = 128,
-    layers: Annotated[int, typer.Option(help="Of a draft model: its layers.")] = 2,
-    heads: Annotated[int, typer.Option(help="Of a draft model: its attention heads.")] = 4,
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 1000,
-    rows: Annotated[int, typer.Option(help="Texts per batch.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens per text.")] = 256,
-    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
-    lr: Annotated[
-        float | None, typer.Option(help="Highest learning rate: 0.001 for a head, 0.003 for a draft.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed, the same weights.")] = 0,
-    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")] = "auto",
-    device: Device = "auto",
-    answer_tokens: Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")] = 256,
-    temperature: Temperature = 0.0,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")] = False,
-) -> None:
-    """Train a draft head or a small draft model for a target of yours."""
-    from faircopy.terminal.train import show
-    from faircopy.train.corpus import Answering
-    from faircopy.train.runs import Plan, train_draft, train_head
+def _answer_file(out: Path | None, prompts: list[str], resume: bool, overwrite: bool) -> Any:
+    from faircopy.terminal.answer_file import AnswerFile
 
-    if what not in ("head", "draft"):
-        raise ConfigError("train", what, "unknown", "use 'head' or 'draft'")
-    rate = lr or (1e-3 if what == "head" else 3e-3)
-    answering = Answering(answer_tokens, temperature, seed, chat)
-    plan = Plan(
-        target or bundled.target(), [*data, *(more or [])], out, steps, rows=rows, length=length,
-        accumulate=accumulate, lr=rate, seed=seed, precision=precision, device=device, answering=answering,
-    )  # fmt: skip
-    learned = train_head(plan, method, levels) if what == "head" else train_draft(plan, hidden, layers, heads)
-    show(learned, plan.target, Console())
+    if out is None:
+        if resume or overwrite:
+            option = "--resume" if resume else "--overwrite"
+            raise ConfigError(option, True, "given without --out", "name the file with --out")
+        return None
+    writable("--out", out)
+    return AnswerFile(out, prompts, resume, overwrite)
 
 
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:
@@ -266,6 +270,12 @@ def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
     if not own:
         return drafts or ["ngram"]
     return [bundled.named(draft) for draft in drafts] if drafts else [bundled.draft(), "ngram"]
+
+
+def _engine_options(dtype: str, device: str, memory: str | None, threads: int | None, exact: bool) -> dict[str, Any]:
+    """LLM's keywords; those that were left out are left to LLM."""
+    given = {"memory": memory, "threads": threads}
+    return {"dtype": dtype, "device": device, "exact": exact, **{n: v for n, v in given.items() if v is not None}}
 
 
 def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:

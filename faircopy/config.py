@@ -144,13 +144,14 @@ def free_memory(device: torch.device) -> int:
         return 4 * 2**30
 
 
-def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Unknown names are refused, with the nearest known one as remedy."""
-    known = sorted(known)
+def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str], also: Iterable[str] = ()) -> None:
+    """Unknown names are refused, with the nearest known one as remedy. also: names to suggest besides the known."""
+    known = set(known)
+    names = sorted(known | {name for name in also if name not in ("self", "options")})
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
             raise ConfigError(owner, name, "unknown option", hint)
 
 

@@ -41,6 +41,10 @@ class UnsupportedModel(FaircopyError):
     """The model cannot be served, or not exactly."""
 
 
+class OutputError(FaircopyError):
+    """Results cannot be written: the disk is full, or the file may not be changed."""
+
+
 class DraftError(FaircopyError):
     """A drafter returned something that is not a draft."""
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class LLM:
         tokenizer: Any | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown("LLM", options, set(EngineConfig.__dataclass_fields__) - {"k"})
+        refuse_unknown("LLM", options, set(EngineConfig.__dataclass_fields__) - {"k"}, signature(LLM).parameters)
         if speculative_config is not None:
             if draft is not None:
                 raise ConfigError(

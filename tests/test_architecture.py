@@ -15,7 +15,7 @@ ROOT = Path(faircopy.__file__).parent
 # other. docs/architecture.md draws the same levels.
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"types", "rng", "config", "meter", "text", "html", "acceptance", "cache", "threads", "fair_lock"},
+    {"types", "rng", "config", "meter", "text", "html", "acceptance", "cache", "threads", "fair_lock", "files"},
     {"kernels"},
     {"layout", "sampling"},
     {"model"},
@@ -29,11 +29,12 @@ LEVELS: list[set[str]] = [
     {"audit", "bench", "train"},
     {"terminal"},
     {"cli"},
+    {"__main__"},
 ]
 ROOT_FILE = "__init__"  # it only gathers names
 FREE = {("scheduler", "policy"), ("scheduler", "draft_length")}  # the two questions a scheduler asks
 KNOWS_TRANSFORMERS = {"model", "train", "bench"}
-FOR_PEOPLE = {"cli", "terminal", "audit", "bench", "train"}
+FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train"}
 # Private names that are still imported across modules.
 STILL_PRIVATE = {
     ("model/anatomy.py", "_Tensors"),

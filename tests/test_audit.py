@@ -18,7 +18,8 @@ from rich.console import Console
 
 from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.audit.margin import judge, rounding
-from faircopy.audit.models import audit_models
+from faircopy.audit.models import Estimate, audit_models
+from faircopy.audit.pace import Pace
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, print_report
 from faircopy.audit.servers import ServerError, audit_servers
 from faircopy.layout.base import Cache, Packed
@@ -374,3 +375,96 @@ class TestServers:
         with serving(Fake(), Fake()) as urls:
             report = ask([urls[0], urls[1].replace("//", "//me:secret@")])
         assert "secret" not in report.to_json() + report.to_html()
+
+
+@dataclass
+class Watcher:
+    """Remembers what an audit tells, and presses Ctrl-C after so many runs."""
+
+    interrupt_after: int | None = None
+    estimates: list[Estimate] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    def on_estimate(self, estimate: Estimate) -> None:
+        self.estimates.append(estimate)
+
+    def on_run(self, run: Run) -> None:
+        self.runs.append(run)
+
+    def answers(self, llm: LLM, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """LLM.answers, with a Ctrl-C after the first answer of the run that follows."""
+        for answer in ANSWERS(llm, *args, **kwargs):
+            yield answer
+            if self.interrupt_after is not None and len(self.runs) >= self.interrupt_after:
+                raise KeyboardInterrupt
+
+
+ANSWERS = LLM.answers
+
+
+def test_an_interruption_keeps_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = Watcher(interrupt_after=2)
+    monkeypatch.setattr(LLM, "answers", lambda llm, *a, **k: watcher.answers(llm, *a, **k))
+    monkeypatch.setattr("faircopy.audit.models._Audit.decode_alone", undisturbed(watcher))
+    report = audit(watch=watcher)
+    assert [run.total for run in report.runs] == [4, 4, 1]
+    assert report.runs == watcher.runs
+    assert report.runs[2].note == "stopped after 1 of 4 texts"
+    assert (report.stopped, report.planned, report.passed, report.percentage) == ("interrupted", 9, False, 100.0)
+    assert report.summary == "100.00 % identical: 9 of 9 texts in 3 runs; PARTIAL, 3 of 9 runs: interrupted"
+    assert Report.from_json(report.to_json()) == report
+    assert "PARTIAL" in report.to_html() and "Not passed: interrupted" in report.to_html()
+    console = Console(record=True, width=100, file=io.StringIO())
+    print_report(report, console)
+    assert "PARTIAL, 3 of 9 runs: interrupted" in console.export_text()
+
+
+def undisturbed(watcher: Watcher) -> Callable[..., None]:
+    """decode_alone without Ctrl-C: nothing is compared there."""
+    from faircopy.audit.models import _Audit
+
+    original = _Audit.decode_alone
+
+    def decode_alone(self: Any, prompts: Any) -> None:
+        after, watcher.interrupt_after = watcher.interrupt_after, None
+        original(self, prompts)
+        watcher.interrupt_after = after
+
+    return decode_alone
+
+
+def test_an_interruption_before_anything_is_compared_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = Watcher(interrupt_after=0)
+    monkeypatch.setattr(LLM, "answers", lambda llm, *a, **k: watcher.answers(llm, *a, **k))
+    with pytest.raises(KeyboardInterrupt):
+        audit(watch=watcher)
+
+
+def test_a_time_limit_takes_fewer_prompts_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = Watcher()
+    report = audit(seconds=1000.0, watch=watcher)
+    assert (report.stopped, report.passed, len(report.runs), len(report.prompts)) == ("", True, 9, 4)
+    assert [run.drafter for run in report.runs[:2]] == ["table", "ngram"], "each drafter once before the rest"
+    assert "preempt" in report.runs[2].note
+    [estimate] = watcher.estimates
+    assert (estimate.prompts, estimate.taken, estimate.runs) == (4, 4, 9)
+    assert 0 < estimate.seconds_taken == estimate.seconds_all < 1000
+
+    report = audit(seconds=1e-6)
+    assert report.stopped == "the time of 1e-06 seconds is over"
+    assert len(report.runs) == 1 and report.total >= 1 and report.planned == 9
+    assert report.passed, "what was compared is identical"
+    for seconds in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="seconds"):
+            audit(seconds=seconds)
+
+
+def test_the_estimate_counts_steps_and_copies() -> None:
+    pace = Pace(alone=1.0, together=3.0, batch=5)
+    assert pace.seconds(4, 10, []) == 40.0, "the reference, one prompt at a time"
+    assert pace.seconds(10, 10, [5]) == 100.0 + 2 * 10 * 3.0
+    assert pace.seconds(1, 10, [5]) == 10.0 + 10 * 3.0, "copies fill the batch"
+    assert pace.seconds(6, 10, [3]) == 60.0 + 2 * 10 * 2.0
+    assert pace.prompts_within(160.0, 32, 10, [5]) == 10
+    assert pace.prompts_within(0.1, 32, 10, [5]) == 4, "a few in any case"
+    assert pace.prompts_within(0.1, 2, 10, [5]) == 2

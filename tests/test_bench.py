@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import broken
 from benchmarks.strategies import main as strategies
-from faircopy import bundled
+from faircopy import __version__, bundled
+from faircopy.bench import record as provenance
 from faircopy.bench.phases import PHASES, Stopwatch, profiled
 from faircopy.bench.record import append, read
 from faircopy.bench.report import gather, verdict, write_report
@@ -143,6 +144,13 @@ def test_unreadable_results_are_refused_by_name(tmp_path: Path) -> None:
     for name in ("bad.jsonl", "empty.jsonl", "missing.jsonl"):
         with pytest.raises(CheckpointError, match=name):
             write_report([tmp_path / name], tmp_path / "out")
+
+
+def test_results_outside_a_clone_name_the_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "faircopy" / "bench" / "record.py"))
+    provenance.origin.cache_clear()
+    assert provenance.origin()["commit"] == f"faircopy {__version__}"
+    provenance.origin.cache_clear()
 
 
 def test_a_missing_plotting_library_is_named(

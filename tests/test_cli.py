@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +15,11 @@ import pytest
 from rich.console import Console
 
 from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cli
+from faircopy.errors import OutputError
+from faircopy.files import replace_text
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
+from faircopy.terminal.options import SAMPLING
 from faircopy.terminal.prompts import read_prompts
 from runs import demo_recording
 
@@ -89,6 +94,111 @@ def test_an_interruption_keeps_what_is_finished(
     assert len(out.read_text().splitlines()) == 1
 
 
+def written(file: Path) -> list[dict[str, object]]:
+    """The records of a file; each of its lines must be whole."""
+    text = file.read_text()
+    assert text.endswith("\n") or not text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_an_existing_file_is_refused_resumed_or_replaced(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", "Tom", "The dog", "A frog", "--max-tokens", "3", "--seed", "1", "--out", str(out))
+    assert call(*ask)[0] == 0
+    complete, lines = written(out), out.read_text().splitlines(keepends=True)
+    code, _, err = call(*ask)
+    assert code == 2 and f"--out = '{out}'" in err and "--resume" in err and "--overwrite" in err
+    assert written(out) == complete, "a refusal changes nothing"
+
+    out.write_text(lines[2] + lines[0][:20])  # out of order, the last line cut as a full disk cuts it
+    code, _, err = call(*ask, "--resume")
+    assert code == 0 and "1 of 3 prompts are already answered" in err
+    assert written(out) == complete
+    assert call(*ask, "--resume")[0] == 0, "nothing is missing"
+    assert written(out) == complete
+
+    assert call("generate", "A cat", "--max-tokens", "3", "--out", str(out), "--overwrite")[0] == 0
+    assert [record["prompt"] for record in written(out)] == ["A cat"]
+    assert list(tmp_path.iterdir()) == [out], "no temporary file is left"
+
+
+def test_a_failed_answer_is_made_again_by_resume(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", "Tom", "x " * 600, "--max-tokens", "3", "--out", str(out))
+    assert call(*ask)[0] == 1
+    assert ["error" in record for record in written(out)] == [False, True]
+    code, _, err = call(*ask, "--resume")
+    assert code == 1 and "1 of 2 prompts are already answered" in err
+    assert ["error" in record for record in written(out)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ('{"index": 0, "prompt": "another"}\n', ("--resume",), "a.jsonl:1': answers prompt 0, 'another'"),
+        ('{"index": 7, "prompt": "Tom"}\n', ("--resume",), "answers prompt 7"),
+        ('\n{"broken\n', ("--resume",), "a.jsonl:2': not an answer"),
+        ("[1]\n", ("--resume",), "not an answer"),
+        ("", ("--resume", "--overwrite"), "give one of the two"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    call, tmp_path: Path, content: str, options: tuple[str, ...], words: str
+) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "a.jsonl"
+    out.write_text(content)
+    code, _, err = call("generate", "Tom", "--out", str(out), *options)
+    assert (code, out.read_text()) == (2, content)
+    assert words in err
+    assert call("generate", "Tom", "--resume")[0] == 2, "--resume without --out"
+
+
+def test_a_full_disk_is_an_error_by_name_and_leaves_whole_lines(
+    call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    room, write = [700], os.write
+
+    def full(file: int, content: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write(file, content[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr("faircopy.files.os.write", full)
+    out = tmp_path / "a.jsonl"
+    ask = ("generate", *bundled.prompts()[:6], "--max-tokens", "3", "--out", str(out))
+    code, _, err = call(*ask)
+    assert code == 1 and "Traceback" not in err
+    assert f"--out = '{out}': cannot be written (No space left on device)" in err and "free some space" in err
+    kept = len(written(out))
+    assert 0 < kept < 6
+    room[0] = 1 << 20
+    code, _, err = call(*ask, "--resume")
+    assert code == 0 and f"{kept} of 6 prompts are already answered" in err
+    assert [record["index"] for record in written(out)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_device_is_written_and_never_replaced(call) -> None:  # type: ignore[no-untyped-def]
+    assert call("generate", "Tom", "The dog", "--max-tokens", "2", "--out", "/dev/null", "--overwrite")[0] == 0
+    assert Path("/dev/null").is_char_device()
+    code, _, err = call("generate", "Tom", "--max-tokens", "2", "--out", "/dev/full")
+    assert code == 1 and "--out = '/dev/full': cannot be written (No space left on device)" in err
+
+
+def test_without_space_a_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("faircopy.files.os.fsync", full)
+    file = tmp_path / "r.json"
+    file.write_text("old")
+    with pytest.raises(OutputError, match="as it was before"):
+        replace_text("--out", file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -97,6 +207,11 @@ def test_an_interruption_keeps_what_is_finished(
         (("generate", "a", "--batch", "0"), 2, "--batch = 0"),
         (("generate", "a", "--max-tokens", "0"), 2, "--max-tokens = 0"),
         (("generate", "a", "--temperature", "-1"), 2, "--temperature = -1.0"),
+        (("generate", "a", "--logit-bias", "x"), 2, "--logit-bias = 'x': not TOKEN_ID=NUMBER"),
+        (("generate", "a", "--top-k", "-2"), 2, "--top-k = -2"),
+        (("generate", "a", "--memory", "lots"), 2, "--memory = 'lots'"),
+        (("generate", "a", "--min-tokens", "200"), 2, "--min-tokens = 200: above max_tokens = 128"),
+        (("train", "tail"), 2, "tail"),
         (("generate", "a", "--strategy", "magic"), 2, "use one of ragged"),
         (("generate", "a", "--dtype", "int3"), 2, "dtype"),
         (("generate", "a", "--bogus"), 2, "bogus"),
@@ -128,6 +243,72 @@ def test_version_and_help(call) -> None:  # type: ignore[no-untyped-def]
         assert command in out
 
 
+def test_every_sampling_parameter_is_an_option(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    unprinted = {"logprobs", "prompt_logprobs"}
+    assert {option.field for option in SAMPLING} == set(SamplingParams.names()) - unprinted
+    seen: list[SamplingParams] = []
+
+    def stop(llm: LLM, asked: object, params: SamplingParams) -> None:
+        seen.append(params)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "answers", stop)
+    call("generate", "Tom")
+    call(
+        "generate", "Tom", "--top-k", "5", "--min-p", "0.1", "--stop", "a b", "--stop", "c", "--stop-token-ids", "7",
+        "--ignore-eos", "--repetition-penalty", "1.2", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
+        "--min-tokens", "2", "--bad-words", "dog", "--logit-bias", "42=-5", "--logit-bias", "7=1.5", "--n", "2",
+        "--seed", "3", "--temperature", "0.7", "--top-p", "0.9", "--max-tokens", "9",
+    )  # fmt: skip
+    assert seen[0] == SamplingParams()
+    assert seen[1] == SamplingParams(
+        top_k=5, min_p=0.1, stop=("a b", "c"), stop_token_ids=(7,), ignore_eos=True, repetition_penalty=1.2,
+        presence_penalty=0.5, frequency_penalty=0.25, min_tokens=2, bad_words=("dog",), logit_bias={42: -5.0, 7: 1.5},
+        n=2, seed=3, temperature=0.7, top_p=0.9, max_tokens=9,
+    )  # fmt: skip
+
+
+def test_chat_template_and_system_message(call) -> None:  # type: ignore[no-untyped-def]
+    ask = ("generate", "Tom had", "--max-tokens", "4", "--json")
+    llm = LLM(bundled.target(), memory="64MiB")
+    code, out, _ = call(*ask, "--chat", "--memory", "64MiB", "--no-exact")
+    answer = llm.chat([{"role": "user", "content": "Tom had"}], SamplingParams(max_tokens=4))[0]
+    assert code == 0
+    assert (json.loads(out)["prompt"], json.loads(out)["token_ids"]) == ("Tom had", answer.token_ids)
+    assert call(*ask, "--chat", "--system", "Be brief.")[0] == 0
+    code, _, err = call(*ask, "--system", "Be brief.")
+    assert code == 2 and "--system = 'Be brief.': given without --chat" in err
+
+
+def test_several_samples_are_all_written(call) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = call(
+        "generate", "Tom", "--n", "2", "--temperature", "1", "--seed", "1", "--max-tokens", "6", "--json"
+    )
+    record = json.loads(out)
+    assert code == 0 and len(record["outputs"]) == 2
+    assert record["outputs"][0]["token_ids"] == record["token_ids"] != record["outputs"][1]["token_ids"]
+
+
+def test_help_shows_defaults_of_lists_and_no_type_of_flags(call) -> None:  # type: ignore[no-untyped-def]
+    for command in (("generate",), ("chat",), ("demo",), ("audit",), ("bench", "run"), ("train", "head"), ()):
+        code, out, _ = call(*command, "--help")
+        assert code == 0 and "<bool>" not in out, command
+    audit = call("audit", "--help")[1]
+    assert "2, 4, 8" in audit and "1, 4, 8" in audit
+    head, draft = (" ".join(call("train", what, "--help")[1].split()) for what in ("head", "draft"))
+    assert "--method" in head and "--hidden" not in head and "0.001" in head
+    assert "--hidden" in draft and "--method" not in draft and "0.003" in draft
+
+
+def test_the_package_runs_as_a_module_and_completes() -> None:
+    shown = subprocess.run([sys.executable, "-m", "faircopy", "--version"], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stdout) == (0, "0.1.0\n")
+    asked = {**os.environ, "_FAIRCOPY_COMPLETE": "complete_bash", "COMP_WORDS": "faircopy ge", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv[0] = 'faircopy'; from faircopy.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=False)
+    assert "generate" in done.stdout and "audit" not in done.stdout
+
+
 def test_standard_input_is_read_when_there_is_nothing_else() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "faircopy.cli", "generate", "--json", "--max-tokens", "3"],
@@ -142,6 +323,9 @@ def test_a_bad_line_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "fine"}\n' + content + "\n")
     with pytest.raises(RequestError, match=r"p\.jsonl:2"):
+        read_prompts([], file)
+    file.write_text('{"prompt": "fine"}\n\n \n' + content + "\n")
+    with pytest.raises(RequestError, match=r"p\.jsonl:4"):
         read_prompts([], file)
 
 
@@ -185,6 +369,39 @@ def test_the_audit_looks_at_every_prompt_of_the_users_own(call, tmp_path: Path) 
     assert {f["verdict"] for run in json.loads(out)["runs"] for f in run["findings"]} == {"IDENTICAL"}
 
 
+def test_an_interrupted_audit_keeps_its_report(call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from faircopy.terminal.audit import Shown
+
+    def interrupted(self: Shown, done: int, total: int, name: str) -> None:
+        if done == 3:
+            monkeypatch.setattr(LLM, "answers", stop)
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shown, "on_progress", interrupted)
+    page = tmp_path / "audit.html"
+    small = ("Tom had", "The dog", "--max-tokens", "3", "--batch", "2", "--html", str(page))
+    code, out, _ = call("audit", *small)
+    assert code == 1
+    assert out.count("2 of 2 texts identical") == 2, "verdicts come one by one"
+    assert "PARTIAL, 2 of 7 runs: interrupted" in out.replace("\n", " ")
+    assert "PARTIAL" in page.read_text()
+
+
+def test_an_audit_without_options_is_limited_in_time(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    limits: list[float | None] = []
+
+    def stop(*args: object, seconds: float | None, **kwargs: object) -> None:
+        limits.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("faircopy.audit.models.audit_models", stop)
+    for options in ((), ("--seconds", "0"), ("--seconds", "5"), ("--limit", "3"), ("Tom",)):
+        assert call("audit", *options)[0] == 1
+    assert limits == [60.0, None, 5.0, None, None]
+
+
 def test_servers_and_models_are_audited_apart(call) -> None:  # type: ignore[no-untyped-def]
     code, _, err = call("audit", "a", "--url", "http://127.0.0.1:9", "--target", "x")
     assert code == 2
@@ -222,6 +439,21 @@ def test_half_a_character_harms_no_other_prompt() -> None:
     assert [o.error is None for o in outs] == [True, False]
 
 
+def test_an_interruption_at_the_prompt_is_asked_again() -> None:
+    keys = iter(["^C", "", "^C", "^C", "never read"])
+
+    def read(prompt: str) -> str:
+        key = next(keys)
+        if key == "^C":
+            raise KeyboardInterrupt
+        return key
+
+    console = Console(record=True, width=100)
+    chat(LLM(bundled.target(), memory="64MiB"), SamplingParams(), read=read, console=console)
+    assert console.export_text().count("press Ctrl-C again to leave") == 2
+    assert list(keys) == ["never read"]
+
+
 def test_the_end_of_input_ends_a_conversation() -> None:
     def end(prompt: str) -> str:
         raise EOFError
@@ -237,6 +469,14 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     text = console.export_text()
     assert "100.00 % identical" in text
     assert "speculative, k = 2" in text
+    assert "try next: faircopy generate" in " ".join(text.split())
+
+
+def test_the_demo_fits_a_terminal() -> None:
+    console = Console(record=True, width=100)
+    assert demo(bundled.target(), bundled.draft(), choose_prompts(), 2, 48, console)
+    shown = console.export_text().splitlines()
+    assert len(shown) <= 38 and max(map(len, shown)) <= 100
 
 
 def test_the_recording_of_the_demo_shows_every_piece() -> None:

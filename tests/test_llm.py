@@ -244,6 +244,15 @@ def test_chat_uses_the_template() -> None:
         llm.chat(messages)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("max_bach", "max_batch"), ("drafts", "draft"), ("tokeniser", "tokenizer"), ("speculative", "speculative_config")],
+)
+def test_a_misspelt_keyword_names_the_nearest(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"LLM = '{given}': unknown option; did you mean '{meant}'"):
+        LLM("refused before it is loaded", **{given: 1})  # type: ignore[arg-type]
+
+
 def test_speculative_config_takes_the_known_keys_and_refuses_others() -> None:
     llm = an_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3})
     assert isinstance(llm.engine.drafter, NgramDrafter)

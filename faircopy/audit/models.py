@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from faircopy.audit.margin import first_difference, margin_at
+from faircopy.audit.pace import measure_pace
 from faircopy.audit.report import Difference, Finding, Report, Run, Token, ending, versions
 from faircopy.build import load_draft
 from faircopy.config import EngineConfig, refuse_unknown
@@ -26,6 +28,27 @@ from faircopy.types import SamplingParams
 
 Draft = str | os.PathLike[str] | Model | Head | Drafter  # a path, "ngram", "none", or the thing itself
 Progress = Callable[[int, int, str], None]  # runs done, runs in all, the run that begins
+
+
+class Watch(Protocol):
+    """Told about an audit while it runs."""
+
+    def on_estimate(self, estimate: Estimate) -> None: ...
+
+    def on_run(self, run: Run) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an audit would take, from the time of a few tokens."""
+
+    prompts: int  # given
+    taken: int  # that fit into the time
+    runs: int
+    seconds_all: float  # for the given prompts
+    seconds_taken: float
+
+
 _PAGE = 4  # tokens per page of the starved run: small pages run out often
 _SLACK = 8  # a text that fails to stop must have room to show it
 _AFTER = 24  # tokens shown from a difference on
@@ -40,25 +63,49 @@ def audit_models(
     batches: Seq[int] = (1, 4, 8),
     ks: Seq[int] = (2, 4, 8),
     preemption: bool = True,
+    seconds: float | None = None,
+    watch: Watch | None = None,
     progress: Progress | None = None,
     **llm_options: Any,
 ) -> Report:
     """Decode every prompt alone without a draft, then in every other way, and compare.
 
+    seconds: about how long it may take. As many prompts are taken as an estimate allows, runs that differ most come
+    first, and what does not fit is left out; the report says so. watch: told the estimate and each run; with it, Ctrl-C
+    returns what was compared so far, marked as interrupted, once there is something.
     Further options are LLM's (dtype, device, exact, tokenizer, ...). The target is loaded once.
     """
-    _check(prompts, batches, ks, params, llm_options)
+    _check(prompts, batches, ks, params, seconds, llm_options)
     tell = progress or (lambda done, total, name: None)
     # a page shared between prompts would already be company
     alone = LLM(target, **{**llm_options, "max_batch": 1, "prefix_reuse": False})
     plans = _plans([_load_draft(alone, draft) for draft in drafts], batches, ks, preemption)
+    audit = _Audit(alone, _seeded(params or SamplingParams()), llm_options)
+    taken = list(prompts)
+    if seconds is not None:
+        plans = _most_different_first(plans)
+        tell(0, len(plans) + 1, "estimating")
+        taken = taken[: audit.estimate(taken, plans, seconds, watch)]
+    stop = math.inf if seconds is None else time.perf_counter() + seconds
     tell(0, len(plans) + 1, "alone")
-    audit = _Audit(alone, list(prompts), _seeded(params or SamplingParams()), llm_options)
-    report = Report(f"Audit of {alone.model.name}", audit.shown, audit.settings())
+    audit.decode_alone(taken)
+    report = Report(f"Audit of {alone.model.name}", audit.shown, audit.settings(), planned=len(plans))
     for done, plan in enumerate(plans, 1):
         tell(done, len(plans) + 1, plan.name)
-        report.runs.append(audit.run(plan))
-    tell(len(plans) + 1, len(plans) + 1, "done")
+        try:
+            run = audit.run(plan, stop)
+        except _Interrupted as interruption:
+            if watch is None or (not report.runs and interruption.run is None):
+                raise KeyboardInterrupt from None
+            run, report.stopped = interruption.run, "interrupted"
+        if run is not None:
+            report.runs.append(run)
+            if watch is not None:
+                watch.on_run(run)
+        if report.stopped or (time.perf_counter() >= stop and done < len(plans)):
+            report.stopped = report.stopped or f"the time of {seconds:g} seconds is over"
+            break
+    tell(len(report.runs) + 1, len(plans) + 1, "done")
     return report
 
 
@@ -93,12 +140,47 @@ def _plans(
     return plans
 
 
+def _most_different_first(plans: list[_Plan]) -> list[_Plan]:
+    """Each drafter once in its largest batch, then preemption, then the rest: time may be over before all have run."""
+    first: dict[str, _Plan] = {}
+    for plan in plans:
+        if not plan.starved and (plan.drafter not in first or plan.batch > first[plan.drafter].batch):
+            first[plan.drafter] = plan
+    front = [*first.values(), *(plan for plan in plans if plan.starved)]
+    return [*front, *(plan for plan in plans if plan not in front)]
+
+
+class _Interrupted(Exception):
+    """Ctrl-C in a run; run: what it had compared, if anything."""
+
+    def __init__(self, run: Run | None) -> None:
+        self.run = run
+
+
 class _Audit:
     """The reference texts, and what is needed to produce them again in other ways."""
 
-    def __init__(self, alone: LLM, prompts: list[Prompt], params: SamplingParams, options: dict[str, Any]) -> None:
+    def __init__(self, alone: LLM, params: SamplingParams, options: dict[str, Any]) -> None:
         self._alone, self._model, self._params, self._options = alone, alone.model, params, options
-        self._expected: list[Answer] = [alone.generate([p], params, progress=False)[0] for p in prompts]
+        self._expected: list[Answer] = []
+        self._prompts: list[list[int]] = []
+        self.shown: list[str] = []
+
+    def estimate(self, prompts: list[Prompt], plans: list[_Plan], seconds: float, watch: Watch | None) -> int:
+        """How many prompts fit into the time; the watcher is told what all of them would take."""
+        batches = [plan.batch for plan in plans]
+        pace = measure_pace(self._alone, self._llm(max_batch=max(batches)), prompts)
+        tokens = self._params.max_tokens or self._model.context
+        count = pace.prompts_within(seconds, len(prompts), tokens, batches)
+        if watch is not None:
+            expected = [pace.seconds(n, tokens, batches) for n in (len(prompts), count)]
+            watch.on_estimate(Estimate(len(prompts), count, len(plans), expected[0], expected[1]))
+        return count
+
+    def decode_alone(self, prompts: list[Prompt]) -> None:
+        """Make the reference texts."""
+        alone = self._alone
+        self._expected = [alone.generate([p], self._params, progress=False)[0] for p in prompts]
         self._prompts = [answer.prompt_token_ids for answer in self._expected]
         self.shown = [p if isinstance(p, str) else alone.decode(list(p)) or str(list(p)) for p in prompts]
 
@@ -111,8 +193,11 @@ class _Audit:
         threads = {"threads": str(torch.get_num_threads())} if model.device.type == "cpu" else {}
         return {**kinds, **threads, "prompts": str(len(self._prompts)), "parameters": sampling, **options, **versions()}
 
-    def run(self, plan: _Plan) -> Run:
-        """All prompts under one plan. A batch larger than the prompts is filled with copies of them."""
+    def run(self, plan: _Plan, stop: float = math.inf) -> Run | None:
+        """All prompts under one plan, or those finished before the time `stop`; None if there are none.
+
+        A batch larger than the prompts is filled with copies of them.
+        """
         crowd = [n % len(self._prompts) for n in range(max(len(self._prompts), plan.batch))]
         options: dict[str, Any] = {"max_batch": plan.batch}
         each = [self._params] * len(crowd)
@@ -120,10 +205,18 @@ class _Audit:
             crowd.sort(key=self._length, reverse=True)  # the two longest meet first
             each = [self._tight(n) for n in crowd]
             options |= {"page": _PAGE, "prefix_reuse": False, "memory": self._little(plan, crowd, each)}
-        llm = self._llm(plan.draft, plan.k, **options)
-        start = time.perf_counter()
-        answers = llm.generate([self._prompts[n] for n in crowd], each, progress=False, errors="return")
-        return self._compare(plan, crowd, answers, llm, time.perf_counter() - start)
+        answers: dict[int, Answer] = {}
+        try:
+            llm = self._llm(plan.draft, plan.k, **options)
+            start = time.perf_counter()
+            for place, answer in llm.answers([self._prompts[n] for n in crowd], each, progress=False):
+                answers[place] = answer
+                if time.perf_counter() >= stop:
+                    break
+            return self._compare(plan, crowd, answers, llm, time.perf_counter() - start)
+        except KeyboardInterrupt:
+            took = time.perf_counter() - start if answers else 0.0
+            raise _Interrupted(self._compare(plan, crowd, answers, llm, took) if answers else None) from None
 
     def _llm(self, draft: Any = None, k: int = 0, **options: Any) -> LLM:
         gc.collect()  # the last run's cache goes before the next one's comes
@@ -150,12 +243,14 @@ class _Audit:
         models: list[Any] = [self._model, *([plan.draft] if _is_model(plan.draft) else [])]
         return max(*pages, begin) * _PAGE * sum(map(kv_bytes_per_token, models))
 
-    def _compare(self, plan: _Plan, crowd: list[int], answers: list[Answer], llm: LLM, seconds: float) -> Run:
+    def _compare(self, plan: _Plan, crowd: list[int], answers: dict[int, Answer], llm: LLM, seconds: float) -> Run:
+        """The finished answers, by their place in the crowd, against the reference."""
         found: dict[int, Difference | None] = {}
-        for n, answer in zip(crowd, answers, strict=True):
-            found[n] = found.get(n) or self._difference(n, answer.outputs[0])
+        for place, answer in answers.items():
+            found[crowd[place]] = found.get(crowd[place]) or self._difference(crowd[place], answer.outputs[0])
         meter = llm.engine.meter
-        note = _preempted(meter.preemptions) if plan.starved else ""
+        notes = [_preempted(meter.preemptions)] if plan.starved else []
+        notes += [f"stopped after {len(answers)} of {len(crowd)} texts"] if len(answers) < len(crowd) else []
         return Run(
             drafter=plan.drafter,
             batch=plan.batch,
@@ -165,7 +260,7 @@ class _Audit:
             acceptance=meter.acceptance if meter.drafted else None,
             preemptions=meter.preemptions,
             seconds=seconds,
-            note=note,
+            note=", ".join(notes),
         )
 
     def _difference(self, n: int, got: Completion) -> Difference | None:
@@ -231,11 +326,18 @@ def _load_draft(llm: LLM, draft: Draft) -> tuple[str, Model | Head | Drafter | s
 
 
 def _check(
-    prompts: Seq[Prompt], batches: Seq[int], ks: Seq[int], params: SamplingParams | None, options: dict[str, Any]
+    prompts: Seq[Prompt],
+    batches: Seq[int],
+    ks: Seq[int],
+    params: SamplingParams | None,
+    seconds: float | None,
+    options: dict[str, Any],
 ) -> None:
     refuse_unknown("audit", options, (set(EngineConfig.__dataclass_fields__) | {"tokenizer"}) - {"k", "max_batch"})
     if isinstance(prompts, str) or not len(prompts):
         raise ConfigError("prompts", prompts, "not a list with at least one prompt", "pass a list of prompts")
+    if seconds is not None and not seconds > 0:
+        raise ConfigError("seconds", seconds, "not above 0", "pass how long the audit may take, or None for no limit")
     for name, values in (("batches", batches), ("ks", ks)):
         if not values:
             raise ConfigError(name, values, "empty", "name at least one value")

@@ -34,6 +34,8 @@ def _conclusion(report: Report) -> str:
     if report.passed:
         return "Passed: no text differs from its reference in any token."
     kinds = [difference.kind for _, _, difference in report.differences()]
+    if report.stopped and not kinds:
+        return "Not passed: interrupted before all was compared."
     counts = [f"{kinds.count(kind)} × {label}" for kind, label in _LABELS.items() if kind in kinds]
     return f"Not passed: {', '.join(counts) or 'nothing was compared'}."
 

@@ -98,6 +98,8 @@ class Report:
     prompts: list[str]
     settings: dict[str, str]
     runs: list[Run] = field(default_factory=list)
+    planned: int | None = None  # runs that were meant to be made
+    stopped: str = ""  # why there are fewer: "interrupted", or the time that was over
 
     @property
     def identical(self) -> int:
@@ -114,12 +116,14 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.total > 0 and self.identical == self.total
+        """Nothing differs, and the audit was not interrupted."""
+        return self.total > 0 and self.identical == self.total and self.stopped != "interrupted"
 
     @property
     def summary(self) -> str:
         runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
-        return f"{self.percentage:.2f} % identical: {self.identical} of {self.total} texts in {runs}"
+        found = f"{self.percentage:.2f} % identical: {self.identical} of {self.total} texts in {runs}"
+        return f"{found}; PARTIAL, {len(self.runs)} of {self.planned} runs: {self.stopped}" if self.stopped else found
 
     def differences(self) -> list[tuple[Run, Finding, Difference]]:
         return [(run, f, f.difference) for run in self.runs for f in run.findings if f.difference is not None]
@@ -145,7 +149,8 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         data = json.loads(text)
-        return cls(data["subject"], data["prompts"], data["settings"], [_run(run) for run in data["runs"]])
+        stopped = {name: data[name] for name in ("planned", "stopped") if name in data}  # older reports have neither
+        return cls(data["subject"], data["prompts"], data["settings"], [_run(run) for run in data["runs"]], **stopped)
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
@@ -179,7 +184,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     console.print(_table(report))
     for prompt, same, total in report.by_prompt():
-        verdict = "IDENTICAL" if same == total else f"{total - same} of {total} DIFFER"
+        verdict = ("IDENTICAL" if total else "NOT COMPARED") if same == total else f"{total - same} of {total} DIFFER"
         console.print(
             Text(f"{verdict}  {prompt!r}", style="" if same == total else "red"), no_wrap=True, overflow="ellipsis"
         )

@@ -49,7 +49,7 @@ def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, 
         axes.bar(range(len(stacks)), heights, bottom=bottom, label=phase, color=shade, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_xticks(range(len(stacks)), labels, rotation=90, fontsize=7)
-    axes.set(ylabel="share of a step's time", ylim=(0, 1.15))
+    axes.set(ylabel="share of the time, prompts included", ylim=(0, 1.15))
     _finish(file, title, figure, axes, columns=len(PHASES))
 
 

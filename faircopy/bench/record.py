@@ -16,6 +16,7 @@ import transformers
 
 from faircopy import __version__
 from faircopy.errors import CheckpointError
+from faircopy.files import append_line, replace_text
 
 RESULT = {"commit", "device", "settings", "workload", "name", "batch", "counters", "phases", "identical", "of"}
 
@@ -38,7 +39,7 @@ def origin() -> dict[str, Any]:
 def write(path: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """One JSON file: origin, settings, rows."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    replace_text("--out", Path(path), json.dumps({**origin(), "settings": settings, "rows": rows}, indent=1) + "\n")
 
 
 def collect(path: str, settings: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -53,8 +54,8 @@ def collect(path: str, settings: dict[str, Any], rows: Iterable[dict[str, Any]])
 def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """One line per record; what is in the file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    for record in records:
+        append_line("--out", path, json.dumps(record))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -75,8 +76,16 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
+    """The commit of the clone that this package lies in; the package's version where it is no clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # a folder of installed packages may lie in somebody else's repository
+        return f"faircopy {__version__}"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return f"faircopy {__version__}"
+    return run.stdout.strip() or f"faircopy {__version__}"
 
 
 def _device() -> str:

@@ -135,8 +135,11 @@ def plot(panel: Panel, out: Path) -> list[Path]:
         name: line for name, line in panel.lines(lambda r: panel.speedup(r, kind)).items() if name != "plain"
     }
     lines = {
-        "throughput": (f"tokens {_per(panel)}, prompt steps left out", panel.lines(lambda r: float(r[kind]["median"]))),
-        "speedup": ("speed-up over plain decoding, prompt steps left out", speculative),
+        "throughput": (
+            f"tokens {_per(panel)}, decoding only (prompts left out)",
+            panel.lines(lambda r: float(r[kind]["median"])),
+        ),
+        "speedup": ("speed-up over plain decoding, decoding only (prompts left out)", speculative),
         "accepted": ("tokens per pass of the target, whole batch", panel.lines(_per_pass)),
     }
     made = []
@@ -152,7 +155,9 @@ def plot(panel: Panel, out: Path) -> list[Path]:
 
 def _markdown(panel: Panel) -> str:
     record = panel.settings()
-    source = f"Commit {record['commit']}, torch {record['versions']['torch']}, {record['device']}."
+    commit = str(record["commit"])
+    made_by = commit if commit.startswith("faircopy ") else f"Commit {commit}"
+    source = f"{made_by}, torch {record['versions']['torch']}, {record['device']}."
     return f"## {panel.title}\n\n{source} {_said(panel)}\n\n" + "\n".join(table.markdown() for table in tables(panel))
 
 

@@ -12,15 +12,17 @@ import typer
 from faircopy import bundled
 from faircopy.errors import ConfigError
 from faircopy.terminal.guard import stoppable, writable
+from faircopy.terminal.options import Command, Group
 
 app = typer.Typer(
     help="Measure strategies, drafters, batch sizes and draft lengths side by side; make a report of the results.",
     no_args_is_help=True,
+    cls=Group,
     pretty_exceptions_enable=False,
 )
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def run(
     out: Annotated[Path, typer.Option(help="Append one JSON line per case to this file.")] = Path("bench.jsonl"),
@@ -31,10 +33,15 @@ def run(
     workload: Annotated[
         str, typer.Option(help="prompts, retold, synthetic, or a file: .txt, or .jsonl as Spec-Bench's.")
     ] = "prompts",
-    strategy: Annotated[list[str] | None, typer.Option(help="Strategies to measure: docs/strategies.md.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="none, ngram or model.")] = None,
-    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Batch sizes.")] = None,
-    k: Annotated[list[int] | None, typer.Option("--k", min=0, help="Draft tokens per step.")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="Strategies to measure: docs/strategies.md.", show_default="ragged, padded, realign, pool"),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="none, ngram or model.", show_default="model if there is one, else ngram")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes.", show_default="1, 4, 8")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=0, help="Draft tokens per step.", show_default="4")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per run; rounded up to whole batches.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, no more and no fewer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case, in turns.")] = 3,
@@ -88,7 +95,7 @@ def run(
     raise typer.Exit(1 if differ else 0)
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def report(
     files: Annotated[list[Path], typer.Argument(help="Files that `faircopy bench run` wrote.")],
@@ -104,7 +111,7 @@ def report(
 SHAPES = "Shapes to measure: qwen3-8b, qwen3-0.6b."
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def kernels(
     out: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmarks/results/gpu-kernels.json"),
@@ -118,7 +125,7 @@ def kernels(
     _collect(out, {"shapes": names}, rows(names))
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def steps(
     out: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmarks/results/gpu-steps.json"),
@@ -133,7 +140,7 @@ def steps(
     _collect(out, {"shapes": names, "context": context}, rows(context, names))
 
 
-@app.command()
+@app.command(cls=Command)
 @stoppable
 def tune(
     out: Annotated[Path, typer.Option(help="The table to write, faircopy/kernels/gpu/tuned/CLASS.json.")],

@@ -13,22 +13,43 @@ from faircopy.types import SamplingParams
 HELP = "/reset starts anew, /quit or Ctrl-D ends"
 
 
-def chat(llm: LLM, params: SamplingParams, read: Callable[[str], str] = input, console: Console | None = None) -> None:
-    """Read a line, stream the answer, remember both."""
+def conversation(system: str | None, text: str) -> list[dict[str, str]]:
+    """The messages of a conversation that begins."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def chat(
+    llm: LLM,
+    params: SamplingParams,
+    read: Callable[[str], str] = input,
+    console: Console | None = None,
+    system: str | None = None,
+) -> None:
+    """Read a line, stream the answer, remember both. Ctrl-C at the prompt asks once more before it leaves."""
     console = console or Console(highlight=False)
-    llm.chat_prompt([{"role": "user", "content": ""}])  # a model without a chat template is refused here, not later
+    start = conversation(system, "")[:-1]
+    llm.chat_prompt(conversation(system, ""))  # a model without a chat template is refused here, not later
     console.print(HELP, style="dim")
-    messages: list[dict[str, str]] = []
+    messages, leaving = start, False
     while True:
         try:
             line = read("> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             console.print()
             return
+        except KeyboardInterrupt:
+            console.print()
+            if leaving:
+                return
+            leaving = True
+            console.print("press Ctrl-C again to leave, or go on", style="dim")
+            continue
+        leaving = False
         if line == "/quit":
             return
         if line == "/reset":
-            messages = []
+            messages = start
         elif line:
             messages = _turn(llm, params, [*messages, {"role": "user", "content": line}], console) or messages
 

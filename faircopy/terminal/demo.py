@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from faircopy.llm import LLM
 from faircopy.text import IncrementalText
 from faircopy.types import SamplingParams, Sequence
 
+LINES = 2  # of a terminal, per text
 DRAFTED, OWN = "green", "bold yellow"
 
 
@@ -47,6 +47,7 @@ def demo(target: str, draft: str | None, prompts: list[str], k: int, max_tokens:
     with console.status("auditing: the same texts alone, in batches, with other drafts, under preemption"):
         report = audit_models(target, [draft or "none", "ngram"], prompts, params, batches=(1, len(prompts)), ks=(2, k))
     console.print(table(rows, report))
+    console.print(Text(explanation(rows, report)))
     return report.passed
 
 
@@ -58,7 +59,7 @@ def watch(llm: LLM, prompts: list[str], params: SamplingParams, console: Console
         while any(seq.finished is None for seq in seqs):
             llm.engine.step()
             live.update(Group(*(text.last_line(console.width) for text in texts), _legend()))
-    console.print(Group(*(Panel(text.text(), padding=(0, 1)) for text in texts), _legend()))
+    console.print(Group(*(text.lines(console.width, LINES) for text in texts), _legend()))
 
 
 def measure(llm: LLM, name: str, prompts: list[str], params: SamplingParams, repeats: int = 3) -> Measure:
@@ -90,6 +91,17 @@ def table(rows: list[Measure], report: Report) -> Table:
     return result
 
 
+def explanation(rows: list[Measure], report: Report) -> str:
+    """One sentence: what the table says, and what to try next."""
+    best = max(rows, key=lambda row: row.per_step)
+    same = "every text is" if report.passed else "NOT every text is"
+    return (
+        f"Each pass of the target wrote up to {best.per_step:.2f} tokens per sequence "
+        f"({best.name}, batch {best.batch}), and {same} the one that plain decoding writes; try next: "
+        'faircopy generate "Once upon a time", faircopy audit, or faircopy demo --target DIR with a model of yours.'
+    )
+
+
 def _verdict(report: Report) -> str:
     return f"audit: {report.percentage:.2f} % identical ({report.identical} of {report.total} texts)"
 
@@ -111,6 +123,15 @@ class _Coloured:
         line = self.text()[-(width - 2) :]
         line.plain = line.plain.replace("\n", " ")
         return line
+
+    def lines(self, width: int, most: int) -> Text:
+        """The end of the text, as much as a few lines hold, so that a batch and its table fit a terminal."""
+        text = self.text().copy()
+        text.plain = text.plain.replace("\n", " ")
+        room = width * most - width // 8  # words that do not fit a line's end leave it empty
+        if len(text) > room:
+            text = Text("…", style="dim").append_text(text[1 - room :])
+        return text
 
     def text(self) -> Text:
         for token, drafted in zip(self._seq.output[self._shown :], self._seq.origins[self._shown :], strict=True):

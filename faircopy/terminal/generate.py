@@ -4,46 +4,58 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
-from faircopy.llm import LLM, Answer
+from faircopy.llm import LLM, Answer, Prompt
+from faircopy.terminal.answer_file import AnswerFile
 from faircopy.types import SamplingParams
 
 
-def generate(llm: LLM, prompts: list[str], params: SamplingParams, out: Path | None, as_json: bool) -> bool:
-    """Answer all prompts; each is written as soon as it is finished. True if all were answered."""
-    records: dict[int, dict[str, Any]] = {}
-    console, good = Console(highlight=False), True
+def generate(
+    llm: LLM,
+    texts: list[str],
+    params: SamplingParams,
+    out: AnswerFile | None,
+    as_json: bool,
+    encode: Callable[[str], Prompt] = str,
+) -> bool:
+    """Answer all texts; each answer is written as soon as it is finished. True if all were answered.
+
+    encode: makes a prompt of a text; records have the text.
+    """
+    todo = out.missing if out is not None else list(range(len(texts)))
+    console, good, finished = Console(highlight=False), True, 0
     if out is not None:
-        out.write_text("")
+        if out.answered:
+            print(f"{out.answered} of {len(texts)} prompts are already answered", file=sys.stderr)
+        out.begin()
     try:
-        for index, answer in llm.answers(prompts, params):
-            records[index] = record(index, answer)
-            good = good and answer.error is None
-            if as_json:
-                print(json.dumps(records[index]), flush=True)
-            elif out is None:
-                _show(console, answer)
+        for place, answer in llm.answers([encode(texts[index]) for index in todo], params) if todo else ():
+            written = record(todo[place], texts[todo[place]], answer)
+            good, finished = good and answer.error is None, finished + 1
             if out is not None:
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(records[index]) + "\n")
+                out.add(written)
+            if as_json:
+                print(json.dumps(written), flush=True)
+            elif out is None:
+                _show(console, texts[todo[place]], answer)
     except KeyboardInterrupt:
-        print(f"interrupted: {len(records)} of {len(prompts)} answers are kept", file=sys.stderr)
+        print(f"interrupted: {len(texts) - len(todo) + finished} of {len(texts)} answers are kept", file=sys.stderr)
         good = False
     finally:
-        if out is not None and records:
-            out.write_text("".join(json.dumps(records[index]) + "\n" for index in sorted(records)), encoding="utf-8")
+        if out is not None:
+            out.sort()
     return good
 
 
-def record(index: int, answer: Answer) -> dict[str, Any]:
-    """One line of JSONL."""
+def record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
+    """One line of JSONL. Several samples and log probabilities are there if they were asked for."""
     fields: dict[str, Any] = {
         "index": index,
-        "prompt": answer.prompt,
+        "prompt": prompt,
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
@@ -51,15 +63,19 @@ def record(index: int, answer: Answer) -> dict[str, Any]:
         "accepted": answer.accepted,
         "seed": answer.seed,
     }
+    if len(answer.outputs) > 1:
+        names = ("text", "token_ids", "finish_reason", "seed")
+        fields["outputs"] = [{name: getattr(output, name) for name in names} for output in answer.outputs]
     return fields if answer.error is None else {**fields, "error": str(answer.error)}
 
 
-def _show(console: Console, answer: Answer) -> None:
+def _show(console: Console, prompt: str, answer: Answer) -> None:
     if answer.error is not None:
         Console(stderr=True).print(str(answer.error), style="red", markup=False, soft_wrap=True)
         return
-    console.print(str(answer.prompt), style="dim", end="", markup=False, soft_wrap=True)
-    console.print(answer.text, markup=False, soft_wrap=True)
+    for output in answer.outputs:
+        console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+        console.print(output.text, markup=False, soft_wrap=True)
     if answer.drafted:
         share = answer.accepted / answer.drafted
         console.print(

@@ -39,8 +39,11 @@ def writable(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written before hours are spent on what should go into it."""
     if path is None:
         return
+    new = not path.exists()
     try:
         path.open("a").close()
+        if new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(
             option, str(path), f"cannot be written ({error.strerror})", "pass a file in a folder"

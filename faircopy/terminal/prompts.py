@@ -16,7 +16,8 @@ def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
         return [*arguments, *(_read_file(file) if file is not None else [])]
     if sys.stdin.isatty():
         raise RequestError("prompts", "", "none given", "pass them as arguments, with --file, or on standard input")
-    return _lines(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
+    content = _decode(sys.stdin.buffer.read(), "standard input")
+    return [line for _, line in _numbered(content, "standard input")]
 
 
 def _read_file(file: Path) -> list[str]:
@@ -24,8 +25,8 @@ def _read_file(file: Path) -> list[str]:
         content = _decode(file.read_bytes(), str(file))
     except OSError as error:
         raise RequestError("--file", str(file), f"cannot be read ({error})", "pass a .txt or .jsonl file") from error
-    lines = _lines(content, str(file))
-    return [_prompt_of(line, file, n) for n, line in enumerate(lines, 1)] if file.suffix == ".jsonl" else lines
+    lines = _numbered(content, str(file))
+    return [_prompt_of(line, file, n) if file.suffix == ".jsonl" else line for n, line in lines]
 
 
 def _decode(content: bytes, name: str) -> str:
@@ -35,8 +36,9 @@ def _decode(content: bytes, name: str) -> str:
         raise RequestError("prompts", name, f"not UTF-8 text ({error})", "convert it to UTF-8") from error
 
 
-def _lines(content: str, name: str) -> list[str]:
-    lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]
+def _numbered(content: str, name: str) -> list[tuple[int, str]]:
+    """Lines that are not blank, with their numbers in the file."""
+    lines = [(n, line.rstrip("\r")) for n, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not lines:
         raise RequestError("prompts", name, "empty", "write one prompt per line")
     return lines

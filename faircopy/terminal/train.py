@@ -2,10 +2,128 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from faircopy.train.runs import Learned
+from faircopy import bundled
+from faircopy.terminal.guard import stoppable
+from faircopy.terminal.options import Command, Group
+
+if TYPE_CHECKING:
+    from faircopy.train.runs import Learned, Plan
+
+app = typer.Typer(
+    help="Train a draft head or a small draft model for a target of yours.",
+    no_args_is_help=True,
+    cls=Group,
+    pretty_exceptions_enable=False,
+)
+
+Data = Annotated[list[Path], typer.Option(help="Text (.txt) or .jsonl with text, or prompts to answer.")]
+Out = Annotated[Path, typer.Option(help="Folder for the result; a run begun there goes on.")]
+More = Annotated[list[Path] | None, typer.Argument(help="More files of data.")]
+Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
+Steps = Annotated[int, typer.Option(help="Updates of the weights.")]
+Rows = Annotated[int, typer.Option(help="Texts per batch.")]
+Length = Annotated[int, typer.Option(help="Tokens per text.")]
+Accumulate = Annotated[int, typer.Option(help="Batches per step.")]
+Rate = Annotated[float, typer.Option(help="Highest learning rate.")]
+Seed = Annotated[int, typer.Option(help="The same seed, the same weights.")]
+Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16 (mixed).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer, where the data are prompts.")]
+Temperature = Annotated[float, typer.Option(help="Of the answers, where the data are prompts; 0 is greedy.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")]
+
+
+@app.command(cls=Command)
+@stoppable
+def head(
+    data: Data,
+    out: Out,
+    more: More = None,
+    target: Target = None,
+    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
+    levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead, if not the method's own number.")] = None,
+    steps: Steps = 1000,
+    rows: Rows = 8,
+    length: Length = 256,
+    accumulate: Accumulate = 1,
+    lr: Rate = 1e-3,
+    seed: Seed = 0,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    answer_tokens: AnswerTokens = 256,
+    temperature: Temperature = 0.0,
+    chat: Chat = False,
+) -> None:
+    """Train a draft head, which reads the target's hidden states."""
+    from faircopy.train.runs import train_head
+
+    answers = _Answers(answer_tokens, temperature, chat)
+    plan = answers.plan(
+        target, [*data, *(more or [])], out, steps, rows, length, accumulate, lr, seed, precision, device
+    )
+    show(train_head(plan, method, levels), plan.target, Console())
+
+
+@app.command(cls=Command)
+@stoppable
+def draft(
+    data: Data,
+    out: Out,
+    more: More = None,
+    target: Target = None,
+    hidden: Annotated[int, typer.Option(help="Width.")] = 128,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    steps: Steps = 1000,
+    rows: Rows = 8,
+    length: Length = 256,
+    accumulate: Accumulate = 1,
+    lr: Rate = 3e-3,
+    seed: Seed = 0,
+    precision: Precision = "auto",
+    device: Device = "auto",
+    answer_tokens: AnswerTokens = 256,
+    temperature: Temperature = 0.0,
+    chat: Chat = False,
+) -> None:
+    """Train a small draft model with the target's vocabulary."""
+    from faircopy.train.runs import train_draft
+
+    answers = _Answers(answer_tokens, temperature, chat)
+    plan = answers.plan(
+        target, [*data, *(more or [])], out, steps, rows, length, accumulate, lr, seed, precision, device
+    )
+    show(train_draft(plan, hidden, layers, heads), plan.target, Console())
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """How the target answers data that are prompts."""
+
+    tokens: int
+    temperature: float
+    chat: bool
+
+    def plan(
+        self, target: str | None, data: list[Path], out: Path, steps: int, rows: int, length: int, accumulate: int,
+        lr: float, seed: int, precision: str, device: str,
+    ) -> Plan:  # fmt: skip
+        from faircopy.train.corpus import Answering
+        from faircopy.train.runs import Plan
+
+        return Plan(
+            target or bundled.target(), data, out, steps, rows=rows, length=length, accumulate=accumulate, lr=lr,
+            seed=seed, precision=precision, device=device,
+            answering=Answering(self.tokens, self.temperature, seed, self.chat),
+        )  # fmt: skip
 
 
 def show(learned: Learned, target: str, console: Console) -> None:

@@ -1,0 +1,110 @@
+"""Options that several commands share: one table makes the sampling options of `generate` and `chat`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from faircopy.errors import RequestError
+from faircopy.types import SamplingParams
+
+DEFAULTS = SamplingParams()
+
+
+class SamplingOption(NamedTuple):
+    """A field of SamplingParams as an option: its type on the command line, and its help."""
+
+    field: str
+    kind: Any
+    help: str
+
+
+# A new field of SamplingParams is one line here. logprobs and prompt_logprobs are not: no command prints them.
+SAMPLING = (
+    SamplingOption("max_tokens", int, "Tokens per answer at most."),
+    SamplingOption("min_tokens", int, "Tokens per answer at least."),
+    SamplingOption("temperature", float, "0 is greedy."),
+    SamplingOption("top_p", float, "Nucleus; 1 switches it off."),
+    SamplingOption("top_k", int, "Sample from so many of the best tokens; 0: all."),
+    SamplingOption("min_p", float, "Leave out tokens below this share of the best one's probability."),
+    SamplingOption("seed", int | None, "A fresh one if left out."),
+    SamplingOption("n", int, "Samples per prompt."),
+    SamplingOption("stop", list[str] | None, "End before this text; may be given several times."),
+    SamplingOption("stop_token_ids", list[int] | None, "End at this token; may be given several times."),
+    SamplingOption("ignore_eos", bool, "Go on after the model's end token."),
+    SamplingOption("repetition_penalty", float, "Above 1: tokens already seen become less likely."),
+    SamplingOption("presence_penalty", float, "Taken from the logits of tokens already written."),
+    SamplingOption("frequency_penalty", float, "The same, once for each time a token was written."),
+    SamplingOption("logit_bias", list[str] | None, "TOKEN_ID=NUMBER is added to a logit; may be given several times."),
+    SamplingOption("bad_words", list[str] | None, "Never write this text; may be given several times."),
+)
+
+
+def with_sampling(left_out: tuple[str, ...] = (), **defaults: Any) -> Callable[..., Callable[..., None]]:
+    """Give a command one option per line of SAMPLING; it gets them as one SamplingParams, `params`."""
+    options = [option for option in SAMPLING if option.field not in left_out]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {option.field: given.pop(option.field) for option in options}
+            chosen["logit_bias"] = _bias(chosen.get("logit_bias"))
+            command(**given, params=SamplingParams(**chosen))
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        added = [_parameter(option, defaults) for option in options]
+        parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "params"), *added]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(option: SamplingOption, defaults: dict[str, Any]) -> inspect.Parameter:
+    name = "--" + option.field.replace("_", "-")
+    default = defaults.get(option.field, getattr(DEFAULTS, option.field))
+    shown = typer.Option(name, help=option.help)
+    return inspect.Parameter(
+        option.field,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default or None if isinstance(default, tuple | dict) else default,
+        annotation=Annotated[option.kind, shown],
+    )
+
+
+def _bias(given: list[str] | None) -> dict[int, float]:
+    found = {}
+    for text in given or ():
+        token, _, number = text.partition("=")
+        try:
+            found[int(token)] = float(number)
+        except ValueError:
+            raise RequestError("logit_bias", text, "not TOKEN_ID=NUMBER", "write for example 42=-5") from None
+    return found
+
+
+class Command(TyperCommand):
+    """A command whose help shows flags without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain_flags(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands whose help shows flags without a type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain_flags(super().get_params(ctx))
+
+
+def _plain_flags(params: Any) -> Any:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
