@@ -200,7 +200,7 @@ def text_tasks(args: argparse.Namespace) -> list[Callable[[], Row]]:
     return sorted(tasks, key=lambda task: (-task.args[2]["batch"], task.args[2]["dtype"]))
 
 
-BOTH = [(drafter, batch, heat) for drafter in ("plain", "ngram") for batch in (1, 8, 32, 64) for heat in (0.0, 0.8)]
+BOTH = [(drafter, batch, t) for drafter in ("plain", "ngram") for batch in (1, 8, 32, 64) for t in (0.0, 0.8)]
 WAYS: dict[str, list[tuple[str, int, float]]] = {
     "bfloat16": BOTH,
     "float32": [("generate", 1, 0.0), ("plain", 64, 0.0), ("ngram", 8, 0.0), ("plain", 64, 0.8), ("ngram", 32, 0.8)],

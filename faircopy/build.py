@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths, FixedLength, NoLength
-from faircopy.drafters.base import Drafter, NoDrafter
+from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
@@ -128,7 +128,7 @@ def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> Ca
     from faircopy.capture import can_capture
     from faircopy.replay import CapturedRunner
 
-    captured = drafter.capture(config.max_batch) if can_capture(target.model, layout) else None
+    captured = captured_drafter(drafter, config.max_batch) if can_capture(target.model, layout) else None
     if captured is None:
         return None
     return CapturedRunner(

@@ -308,6 +308,26 @@ def test_a_drafter_with_its_own_propose_is_asked_by_the_host(pair, plain, drafte
     assert engine.meter.drafted > 50
 
 
+def test_a_propose_or_observe_given_later_is_called_too(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    class Later(NgramDrafter):
+        asked = 0
+
+    class Watches(NgramDrafter):
+        seen = 0
+
+        def observe(self, *step: object) -> None:
+            self.seen += 1
+
+    Later.propose = Repeats.propose  # type: ignore[method-assign]
+    own, watching, later = NgramDrafter(), Watches(), Later()
+    own.asked, own.propose = 0, lambda batch: Repeats.propose(own, batch)  # type: ignore
+    for drafter in (own, later, watching):
+        engine = build(pair, drafter, k=3)
+        assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+        calls = drafter.seen if drafter is watching else drafter.asked
+        assert calls == engine.meter.steps > 5
+
+
 def shorter(model: Fused, context: int) -> Fused:
     other = copy(model)
     other.context = context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from faircopy.model.runner import Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -22,12 +22,6 @@ class Drafter(ABC):
     wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """A `propose` does not go with the `capture` of a parent class: captured steps would never ask `propose`."""
-        super().__init_subclass__(**options)
-        if _place(cls, "propose") < _place(cls, "capture"):
-            cls.capture = Drafter.capture  # type: ignore[method-assign]
-
     @abstractmethod
     def propose(self, batch: Batch) -> Draft:
         """At most batch.max_nodes[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
@@ -41,6 +35,13 @@ class Drafter(ABC):
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         """The same drafter inside captured steps of up to num_slots sequences; None: it is asked by the host."""
         return None
+
+
+def captured_drafter(drafter: Drafter, num_slots: int) -> CapturedDrafter | None:
+    """drafter.capture, unless its `propose` or `observe` is newer than that: captured steps would never call them."""
+    kind, own = type(drafter), getattr(drafter, "__dict__", {})
+    newer = any(name in own or _place(kind, name) < _place(kind, "capture") for name in ("propose", "observe"))
+    return None if newer else drafter.capture(num_slots)
 
 
 def _place(kind: type, method: str) -> int:

@@ -254,7 +254,7 @@ class Linear:
         return x.dtype != torch.float32 and self.inner % 64 == 0 and (x.is_cuda or INTERPRETED)
 
     def run(self, x: Tensor, t: Tile, split: int, gate: str = "none") -> Tensor:
-        """[S, M, N or N / 2] by this tile, K in so many spans."""
+        """[S, M, N or N / 2] by this tile, with K cut into `split` spans."""
         spans = "one" if split == 1 else "inside" if t.wide and not t.apart else "apart"
         parts, kind = (split, torch.float32) if spans == "apart" else (1, x.dtype)
         outputs = self.outputs if gate == "none" else self.outputs // 2

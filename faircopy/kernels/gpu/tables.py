@@ -56,7 +56,7 @@ class Plan:
 
 
 def _nearest(tiles: dict[int, Tile], rows: int) -> Tile | None:
-    """A bucket's tile serves up to so many rows, the largest everything above."""
+    """The tile of the smallest bucket that holds this many rows; the largest bucket serves everything above."""
     fitting = [bucket for bucket in tiles if bucket >= rows]
     return tiles[min(fitting)] if fitting else tiles[max(tiles)] if tiles else None
 
