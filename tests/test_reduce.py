@@ -211,3 +211,14 @@ class TestKernels:
         layer, x = Linear(torch.randn(64, 128).to(device)), torch.randn(5, 256).to(device)
         torch.testing.assert_close(layer(x[:, :128]), x[:, :128] @ layer.weight.T, rtol=1e-3, atol=1e-3)
         assert layer(x[:0, :128]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4])
+def test_complex_products_of_a_row_do_not_depend_on_threads_and_rows(threads: int) -> None:
+    """torch's own take another path where threads divide the work."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.complex(*torch.randn(2, 700, 16, 32, generator=generator)) for _ in range(2))
+    with RowInvariant(torch.device("cpu")):
+        whole = x * y
+        assert all(torch.equal(x[n : n + 1] * y[n : n + 1], whole[n : n + 1]) for n in range(0, 700, 7))
