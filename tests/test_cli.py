@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,7 +108,8 @@ def test_an_existing_file_is_refused_resumed_or_replaced(call, tmp_path: Path) -
     assert call(*ask)[0] == 0
     complete, lines = written(out), out.read_text().splitlines(keepends=True)
     code, _, err = call(*ask)
-    assert code == 2 and f"--out = '{out}'" in err and "--resume" in err and "--overwrite" in err
+    assert code == 2 and "--resume" in err and "--overwrite" in err
+    assert re.search(r"--out = '.*/a\.jsonl': exists", err), "the beginning of a long path may be left out"
     assert written(out) == complete, "a refusal changes nothing"
 
     out.write_text(lines[2] + lines[0][:20])  # out of order, the last line cut as a full disk cuts it
@@ -170,7 +172,8 @@ def test_a_full_disk_is_an_error_by_name_and_leaves_whole_lines(
     ask = ("generate", *bundled.prompts()[:6], "--max-tokens", "3", "--out", str(out))
     code, _, err = call(*ask)
     assert code == 1 and "Traceback" not in err
-    assert f"--out = '{out}': cannot be written (No space left on device)" in err and "free some space" in err
+    assert re.search(r"--out = '.*/a\.jsonl': cannot be written \(No space left on device\)", err)
+    assert "free some space" in err
     kept = len(written(out))
     assert 0 < kept < 6
     room[0] = 1 << 20

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from faircopy import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModel
+from faircopy.cache import KeptTable
 from faircopy.kernels import linear
 from faircopy.model import loader
 from faircopy.model.decoder import Decoder
@@ -84,6 +85,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused_unless_asked_for(
         return lambda x: torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
 
     monkeypatch.setattr("faircopy.model.decoder.product", fickle)
+    monkeypatch.setattr("faircopy.build._PASSED", KeptTable("self-tests"))  # it has passed before, with other products
     with pytest.raises(UnsupportedModel, match=r"differ in bits.*exact=False"):
         LLM(checkpoint("llama"), **OPTIONS)
     out = LLM(checkpoint("llama"), exact=False, **OPTIONS).generate([[1, 2]], SamplingParams(max_tokens=3))
