@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from faircopy.cache import KeptTable, device_kind, source_hash
+from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
@@ -51,7 +51,8 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
 def test_once(model: Model, exact: bool) -> None:
     """The self-test, unless this checkpoint has passed it on this machine, in this type and with this very code."""
     checkpoint = identity(model.name)
-    key = f"{checkpoint} {model.backend} {model.dtype} {device_kind(model.device)} {source_hash()} exact={exact}"
+    code = f"{source_hash()} {library_versions()}"
+    key = f"{checkpoint} {model.backend} {model.dtype} {device_kind(model.device)} {code} exact={exact}"
     if checkpoint is not None and _PASSED.get(key) is not None:
         return
     rows = self_test(model, exact)

@@ -9,6 +9,7 @@ import platform
 import tempfile
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def device_kind(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{cpu_kind()} threads={torch.get_num_threads()}"
     return f"{torch.cuda.get_device_name(device)} torch {torch.__version__}"
+
+
+@cache
+def library_versions() -> str:
+    """The libraries whose code runs a model beside ours."""
+    found = []
+    for name in ("transformers", "triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return " ".join(found)
 
 
 @cache

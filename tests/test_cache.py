@@ -76,7 +76,9 @@ def test_a_checkpoint_is_tested_once_per_machine(
     LLM(checkpoint("llama"), exact=False, **options)
     monkeypatch.setattr(build, "source_hash", lambda: "changed")
     LLM(checkpoint("llama"), **options)
-    assert len(tested) == 5, "another mode and other code are"
+    monkeypatch.setattr(build, "library_versions", lambda: "changed")
+    LLM(checkpoint("llama"), **options)
+    assert len(tested) == 6, "another mode, other code and another transformers are"
 
 
 def test_a_model_that_fails_is_tested_again(

@@ -61,14 +61,15 @@ def test_a_model_with_an_unknown_operation_is_refused_by_module(monkeypatch: pyt
         (lambda out: out + torch.sum(out, -1, keepdim=True, out=torch.empty(*out.shape[:-1], 1)), "sum"),
         (lambda out: F.elu(out), "elu"),
         (lambda out: F.softplus(out, beta=2.0), "softplus"),
+        (lambda out: out.abs().pow(1.5), "pow"),
     ],
-    ids=["scatter", "index_add", "sum into out", "elu", "softplus"],
+    ids=["scatter", "index_add", "sum into out", "elu", "softplus", "pow"],
 )
 def test_operations_that_hide_are_seen(hook: Callable[[Tensor], Tensor], operation: str) -> None:
     model = build("llama")
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: hook(out))
     served = TransformersModel("llama", model, False)
-    kind = "cpu" if operation in ("elu", "softplus") else "cuda"
+    kind = "cpu" if operation in ("elu", "softplus", "pow") else "cuda"
     served._mode = RowInvariant(torch.device(kind))
     left = [o.name for o in served.operations(kind) if not o.row_invariant]
     assert any(operation in name for name in left), left

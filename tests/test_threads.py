@@ -65,7 +65,7 @@ def test_a_failure_in_one_thread_leaves_the_others_alone() -> None:
 
 
 def test_a_fair_lock_is_handed_over_in_order() -> None:
-    lock, order, ready = FairLock(), [], threading.Event()
+    lock, order = FairLock(), []
 
     def wait(n: int) -> None:
         with lock:
@@ -78,7 +78,6 @@ def test_a_fair_lock_is_handed_over_in_order() -> None:
             waiting[-1].start()
             while len(lock._waiting) <= n:
                 time.sleep(0.001)
-        ready.set()
     with lock:  # comes last although it asks at once
         order.append(5)
     for thread in waiting:

@@ -38,6 +38,7 @@ _CPU_ROWWISE = {
     "_fused_rms_norm", "_log_softmax", "_softmax", "bmm", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
     "native_layer_norm", "rms_norm", "sort", "std", "sum", "topk", "var",
 }  # fmt: skip
+_SIMPLE_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # torch computes these from products, quotients and roots
 # Pointwise on the CPU, and yet with a vector and a scalar path of different bits.
 _CPU_TWO_PATHS = {
     "atan2", "celu", "cosh", "elu", "exp2", "gelu", "hardswish", "logaddexp", "logit", "mish", "selu", "sigmoid",
@@ -122,7 +123,7 @@ def is_row_invariant(func: OpOverload, args: Any, device_type: str) -> bool:
         return True
     if name == "sort" and func._overloadname == "stable":
         return True
-    if device_type == "cpu" and _has_two_paths(name, tensors):
+    if device_type == "cpu" and _has_two_paths(name, args, tensors):
         return False
     return torch.Tag.pointwise in func.tags or (device_type == "cpu" and name in _CPU_ROWWISE)
 
@@ -136,9 +137,15 @@ def _adds_up(func: OpOverload, name: str, args: Any) -> bool:
     return name in ("scatter", "scatter_") and "reduce" in func._overloadname
 
 
-def _has_two_paths(name: str, tensors: list[Tensor]) -> bool:
-    narrow = any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
-    return name in _CPU_TWO_PATHS or (name == "mul" and tensors[0].is_complex()) or (name == "rsqrt" and narrow)
+def _has_two_paths(name: str, args: Any, tensors: list[Tensor]) -> bool:
+    """Whether a pointwise CPU operation has a vector and a scalar path of different bits for these arguments."""
+    if name == "mul":
+        return tensors[0].is_complex()
+    if name == "rsqrt":
+        return any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+    if name in ("pow", "pow_"):
+        return isinstance(args[1], Tensor) or args[1] not in _SIMPLE_POWERS
+    return name in _CPU_TWO_PATHS
 
 
 def _is_view(func: OpOverload) -> bool:
