@@ -22,7 +22,9 @@ from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Layout, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
+from faircopy.model.capture_test import capture_problem
 from faircopy.model.fused import Fused
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.types import Sequence
 
 Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
@@ -70,9 +72,15 @@ class CapturedDrafter(ABC):
         """After a step of k nodes behind the first `length` tokens of a sequence, `accepted` of them were accepted."""
 
 
-def can_capture(model: Model, layout: Layout) -> bool:
-    """Whether all parts of a pass of this model are kernels, so that it can be part of a captured step."""
-    return isinstance(model, Fused) and isinstance(layout, PagedLayout) and layout.suite is not None
+def eager_because(model: Model, layout: Layout) -> str | None:
+    """Why passes of this model over this cache cannot be part of a captured step; None: they can."""
+    if not isinstance(layout, PagedLayout):
+        return "the strategy's cache is not paged"
+    if layout.suite is None:
+        return f"there are no graphs on {model.device.type}"
+    if isinstance(model, TransformersModel):
+        return capture_problem(model)
+    return None if isinstance(model, Fused) else f"the {model.backend} runs from the host"
 
 
 @dataclass(frozen=True, slots=True)
