@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options
+from faircopy.kernels.gpu.launch import begin, launched, options
 from faircopy.kernels.gumbel import gumbel
 
 CHUNK = 4096
@@ -43,6 +43,7 @@ def mix(value):
     return value ^ (value >> 31)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart"])
 def _scan(
     logits, temperatures, keys, values, tokens, V, stride, apart, chunks,
@@ -67,6 +68,7 @@ def _scan(
     tl.store(tokens + row * chunks + chunk, tl.where(wrong != 0, -1, token))
 
 
+@launched
 @triton.jit(do_not_specialize=["apart"])
 def _best(values, tokens, out, apart, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -125,6 +127,7 @@ def pick_twin(
     return chosen if out is None else out.copy_(chosen)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart", "per"])
 def _leaders(
     logits, temperatures, keys, values, tokens, stats, V, stride, apart, per, chunks,
@@ -153,6 +156,7 @@ def _leaders(
         x = tl.where(at == token, float("-inf"), x)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart", "per"])
 def _offer(
     values, tokens, stats, temperatures, ids, scores, apart, per, chunks,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.acceptance import accept_path, nodes_that_fit
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.pick import mix
 from faircopy.kernels.gpu.records import (
     FINITE,
@@ -97,6 +97,7 @@ def fitting_nodes(max_nodes, n, limit):
     return tl.maximum(tl.minimum(max_nodes, limit - n - 1), 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["size"])
 def _prepare(
     control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, stride, reach, scratch, size,
@@ -131,6 +132,7 @@ def _prepare(
     tl.store(where + size * 4, _slot(line + PAGES, back, limit, back >= 0, scratch, PAGE))
 
 
+@launched
 @triton.jit
 def _lookup(
     lengths, history, ids, reach,
@@ -161,6 +163,7 @@ def _lookup(
     tl.store(ids + b * W + 1 + at, token, mask=at < W - 1)
 
 
+@launched
 @triton.jit
 def _accept(
     control, lengths, history, ids, chosen, starts, out, stride, reach,
