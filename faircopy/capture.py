@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import Control
+from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Layout, Packed
@@ -87,8 +88,9 @@ def eager_because(model: Model, layout: Layout) -> str | None:
 class GraphState:
     """The tensors of one graph: the batch slots it advances and everything its passes read."""
 
-    batch_slots: step.BatchSlots
-    inputs: step.StepInputs
+    batch_slots: BatchSlots
+    sampling: SamplingSlots
+    inputs: StepInputs
     out: Tensor  # [B, columns] report rows, see records.ReportColumns
     suite: Suite
     page: int
@@ -159,6 +161,10 @@ class GraphState:
         wanted = torch.arange(rows, device=packed_rows.ids.device)
         ids, positions, slots = (part[:rows] for part in (packed_rows.ids, packed_rows.positions, packed_rows.slots))
         return Packed(ids, positions, slots, plans, wanted, [], [], [])
+
+    def row_sampling(self, rows: int) -> RowSampling:
+        """Room for what this many rows are chosen with."""
+        return RowSampling.empty(self.sampling, rows, self.k)
 
     def kv_slots(self, index: Tensor) -> Tensor:
         """The KV slots of these positions [B, n]; the scratch slot at or behind the limit."""

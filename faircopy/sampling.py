@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.kernels.filters import Filter, exclude
 from faircopy.kernels.gumbel import argmax, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
@@ -92,11 +93,15 @@ def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Scores over temperature, with what top-k, top-p and min-p exclude at minus infinity."""
+    scores = scores.clone()
+    exclude(scores, [row_filter(row.seq.params) for row in rows])
     temperatures = torch.tensor([row.seq.params.temperature for row in rows], device=scores.device)
-    scores = scores / temperatures[:, None]
-    for i, row in enumerate(rows):
-        _keep(scores[i], row.seq.params)
-    return scores
+    return scores / temperatures[:, None]
+
+
+def row_filter(params: SamplingParams) -> Filter:
+    """The filters of a request that draws."""
+    return Filter.of(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _adjust(scores: Tensor, row: SamplingRow) -> None:
@@ -113,8 +118,8 @@ def _adjust(scores: Tensor, row: SamplingRow) -> None:
 def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
     if params.repetition_penalty != 1.0:
         seen = sorted({*prompt, *output})
-        values = scores[seen]
-        scores[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values, factor = scores[seen], scores.new_tensor(params.repetition_penalty)  # CUDA divides by a tensor exactly
+        scores[seen] = torch.where(values > 0, values / factor, values * factor)
     counts = Counter(output)
     if counts and (params.presence_penalty or params.frequency_penalty):
         tokens = list(counts)
@@ -130,17 +135,3 @@ def _bad_ends(row: SamplingRow) -> list[int]:
     longest = max(map(len, words)) - 1
     tail = [*row.seq.output[-longest:], *row.path][-longest:] if longest else []
     return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
-
-
-def _keep(scores: Tensor, params: SamplingParams) -> None:
-    """Exclude tokens of one row in place; the best always stays."""
-    if 0 < params.top_k < scores.numel():
-        scores[scores < scores.topk(params.top_k).values[-1]] = -torch.inf
-    if params.top_p < 1.0:
-        ordered, ids = scores.sort(descending=True, stable=True)
-        before = torch.softmax(ordered, -1).cumsum(-1).roll(1)
-        before[0] = -1.0
-        scores[ids[before >= params.top_p]] = -torch.inf
-    if params.min_p > 0.0:
-        probs = torch.softmax(scores, -1)
-        scores[probs < params.min_p * probs.amax()] = -torch.inf

@@ -31,7 +31,8 @@ from faircopy.kernels.gpu.records import (
     ReportColumns,
     seed_of,
 )
-from faircopy.kernels.gpu.step import BatchSlots, StepInputs, fitting_nodes, key_twin, load_seed
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.gpu.step import fitting_nodes, key_twin, load_seed
 
 
 @dataclass(frozen=True, slots=True)
