@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
@@ -92,6 +93,7 @@ class GraphState:
     sampling: SamplingSlots
     inputs: StepInputs
     out: Tensor  # [B, columns] report rows, see records.ReportColumns
+    logprobs: LogprobReport  # of B (k + 1) rows
     suite: Suite
     page: int
     scratch: int

@@ -6,6 +6,7 @@ Both the verifier and a drafter choose with these functions, so a good drafter g
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from faircopy.kernels.filters import Filter, exclude
 from faircopy.kernels.gumbel import argmax, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
+MOST_ON_DEVICE = 20  # log probabilities of a row that a GPU finds by itself
 SLICE = 256  # rows whose whole vocabulary is sorted at once
 
 
@@ -68,6 +70,8 @@ def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     """The model's own log probabilities, before any parameter acts: each row's token first, then the best ones."""
+    if logits.is_cuda and best <= min(MOST_ON_DEVICE, logits.shape[1]) and (kernel := _row_logprobs()) is not None:
+        return kernel(logits, list(tokens), best)
     if len(tokens) > SLICE:  # sorting a vocabulary takes many times its memory
         return [
             found
@@ -80,6 +84,15 @@ def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
         {token: table[i, token].item()} | dict(zip(ids[i, :best].tolist(), values[i, :best].tolist(), strict=True))
         for i, token in enumerate(tokens)
     ]
+
+
+def _row_logprobs() -> Callable[[Tensor, list[int], int], list[Logprobs]] | None:
+    """The GPU's own; captured steps use it too, and a request gets the same numbers from both."""
+    try:
+        from faircopy.kernels.gpu.logprobs import row_logprobs
+    except ImportError:
+        return None
+    return row_logprobs
 
 
 def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:

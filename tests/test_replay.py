@@ -436,7 +436,7 @@ MIXED = [
     SamplingParams(max_tokens=17, temperature=1.1, top_k=5, repetition_penalty=1.3, seed=2),
     SamplingParams(max_tokens=17, temperature=0.7, min_p=0.1, frequency_penalty=0.4, presence_penalty=0.2, seed=3),
     SamplingParams(max_tokens=17, logit_bias={7: 3.0, 9: -4.0}, repetition_penalty=1.7),
-    SamplingParams(max_tokens=17, min_tokens=9, temperature=1.0, top_k=8, top_p=0.7, seed=5),
+    SamplingParams(max_tokens=17, min_tokens=9, temperature=1.0, top_k=8, top_p=0.7, logprobs=3, seed=5),
 ]
 BAD_WORDS = ((5,), (9, 11), (11, 12, 13))
 
@@ -448,15 +448,22 @@ def test_every_sampling_parameter_in_captured_steps(pair, drafter, k, few_rows, 
     monkeypatch.setattr(runner, "FEW_ROWS", few_rows)
 
     def ask_all(engine: Engine) -> list[Sequence]:
+        nonlocal asked
         requests = zip(PROMPTS, MIXED, strict=True)
-        return [
+        asked = [
             engine.add(Request(tuple(p), params, seed=n, bad_words=BAD_WORDS if n in (1, 4) else ()))
             for n, (p, params) in enumerate(requests)
         ]
+        return asked
 
+    asked: list[Sequence] = []
     alone = build(pair, None, k=0, max_batch=1, graphs=False)
     wanted = finish(alone, ask_all(alone))
+    logprobs = asked[-1].logprobs
     engine = build(pair, drafter, k=k, max_batch=8)
     starts = count_starts(engine)
     assert finish(engine, ask_all(engine)) == wanted
     assert len(starts) > 4
+    assert [list(table) for table in asked[-1].logprobs] == [list(table) for table in logprobs]
+    for ours, theirs in zip(asked[-1].logprobs, logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)  # torch's own products: rows are not exact here

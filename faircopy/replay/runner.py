@@ -21,6 +21,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
 from faircopy.kernels.gpu.attention import PATH
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
 from faircopy.kernels.gpu.sampler import SamplingSlots
@@ -73,7 +74,7 @@ class CapturedRunner:
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._controls = [self._on_host(self._batch_slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._reports: dict[tuple[int, int, int], Tensor] = {}
+        self._reports: dict[tuple[int, int, int], tuple[Tensor, LogprobReport]] = {}
         self._num_rows = self._on_host(torch.Size([1]))
         self._turn = 0  # which of the two host buffers the next step uses
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -102,9 +103,11 @@ class CapturedRunner:
                 self._drafter.reads_hidden_states.assign(slots)
         with self._around():
             rows = captured.start()
-        report = self._report(graph)
+        report, logprobs = self._report(graph)
         report.copy_(graph.out, non_blocking=True)
-        return InFlightStep(plan, slots, graph, report, self._mark(), rows)
+        if any(seq.params.logprobs is not None for seq in slots):
+            logprobs.copy_(graph.logprobs)
+        return InFlightStep(plan, slots, graph, report, logprobs, self._mark(), rows)
 
     def collect(self, step: InFlightStep) -> FinishedStep:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
@@ -118,7 +121,7 @@ class CapturedRunner:
                 batch.add(seq, len(seq.tokens), report.max_nodes)
                 draft.tokens.append(report.nodes)
                 draft.parents.append(report.parents)
-                decisions.append(self._commit(seq, report, step.graph.k))
+                decisions.append(self._commit(seq, report, step, slot))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
 
@@ -149,13 +152,14 @@ class CapturedRunner:
         seq = batch.seqs[i]
         return fits_device(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
-    def _commit(self, seq: Sequence, report: SlotReport, k: int) -> Decision:
+    def _commit(self, seq: Sequence, report: SlotReport, step: InFlightStep, slot: int) -> Decision:
         """Note what the caches hold now, and return what the sequence gained."""
         length, accepted = len(seq.tokens), len(report.path)
         self._layout.set_cached(seq, length + accepted)
         self._layout.moved += report.moved
-        self._drafter.commit(seq, length, accepted, k)
-        return Decision(report.path, report.tokens, error=None if report.finite else numerics_error(seq))
+        self._drafter.commit(seq, length, accepted, step.graph.k)
+        error = None if report.finite else numerics_error(seq)
+        return Decision(report.path, report.tokens, step.logprobs_of(seq, slot, report), error=error)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
@@ -181,7 +185,8 @@ class CapturedRunner:
         trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, depth) if depth else None
         out = torch.zeros(size, ReportColumns(k + 1, bool(depth)).total, dtype=torch.int32, device=device)
         slots, layout, sampling = self._batch_slots.part(size), self._layout, self._sampling.part(size)
-        return GraphState(slots, sampling, inputs, out, self._suite, self._tables.page, layout.scratch, trees)
+        logprobs = LogprobReport.empty(size * (k + 1), device)
+        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, self._tables.page, layout.scratch, trees)
 
     def _make_step(self, graph: GraphState) -> Step:
         rows = graph.size * (graph.k + 1)
@@ -265,10 +270,12 @@ class CapturedRunner:
         where = tuple(torch.from_numpy(part).to(history.device) for part in (rows, cols))
         history.index_put_(where, torch.from_numpy(text).to(history.device))
 
-    def _report(self, graph: GraphState) -> Tensor:
+    def _report(self, graph: GraphState) -> tuple[Tensor, LogprobReport]:
+        """Host memory for what a step reports."""
         key = (graph.size, graph.k, self._turn)
         if key not in self._reports:
-            self._reports[key] = self._on_host(graph.out.shape)
+            logprobs = LogprobReport.empty(graph.size * (graph.k + 1), "cpu", pinned=self._graphs)
+            self._reports[key] = (self._on_host(graph.out.shape), logprobs)
         return self._reports[key]
 
     def _on_host(self, shape: torch.Size) -> Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faircopy.kernels.gpu.logprobs import MAX_LOGPROBS
 from faircopy.kernels.gpu.records import IN_PROMPT, MAX_STOPS, MAX_WORD, MAX_WORDS, Asks, Setting, float_bits
 from faircopy.kernels.gpu.sampler import SamplingSlots, write_filter
 from faircopy.sampling import row_filter
@@ -14,7 +15,7 @@ from faircopy.types import Sequence
 
 def fits_device(seq: Sequence) -> bool:
     """Whether its tokens can be chosen without the host."""
-    if seq.params.logprobs is not None:
+    if (seq.params.logprobs or 0) > MAX_LOGPROBS:
         return False
     if not seq.adjusts:
         return True
@@ -50,6 +51,7 @@ def _write_row(row: NDArray[np.int32], seq: Sequence, vocab: int) -> None:
     row[Setting.ASKS] |= Asks.BANS if params.min_tokens or words else 0
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     row[Setting.REPETITION : Setting.FREQUENCY + 1] = [float_bits(number) for number in penalties]
+    row[Setting.LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
     row[Setting.PROMPT], row[Setting.MIN_TOKENS] = len(seq.prompt), params.min_tokens
     row[Setting.STOPS :] = -1
     if params.min_tokens:

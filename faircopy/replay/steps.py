@@ -122,8 +122,10 @@ class Steps:
 
 
 def _choose(graph: GraphState, logits: Tensor, temperatures: Tensor, keys: Tensor, sampling: RowSampling) -> Tensor:
-    """The target's token for each row."""
-    return graph.suite.pick(logits, temperatures, keys, strict=True, sampling=sampling)
+    """The target's token for each row, and the log probabilities that are wanted."""
+    chosen = graph.suite.pick(logits, temperatures, keys, strict=True, sampling=sampling)
+    graph.suite.report_logprobs(logits, chosen, sampling.logprobs, sampling.places, graph.logprobs)
+    return chosen
 
 
 class OneGraphStep:

@@ -16,7 +16,7 @@ from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
-from faircopy.testing import tree_checks
+from faircopy.testing import sampling_checks, tree_checks
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
 
@@ -45,6 +45,9 @@ def checks() -> Iterator[Check]:
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
     yield "pick: the same tokens", _pick
+    yield "sampling: the same rows and tokens", sampling_checks.sampling
+    yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
+    yield "logprobs: the same tokens and values", sampling_checks.logprobs
     yield "step: the same state", _step
     yield "packing: the same rows, and the same accepted", _packing
     yield "offer: the same tokens", tree_checks.offers

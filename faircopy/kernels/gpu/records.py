@@ -49,9 +49,10 @@ class Setting(IntEnum):
     FREQUENCY = 8
     PROMPT = 9  # tokens of the prompt
     MIN_TOKENS = 10
-    STOPS = 11  # MAX_STOPS tokens that may not come before that, -1 where there are fewer
-    WORDS = 27  # MAX_WORDS bad words of MAX_WORD tokens, -1 behind each
-    TOTAL = 155
+    LOGPROBS = 11  # how many of the best tokens' log probabilities are wanted, and 1 more; 0: none at all
+    STOPS = 12  # MAX_STOPS tokens that may not come before that, -1 where there are fewer
+    WORDS = 28  # MAX_WORDS bad words of MAX_WORD tokens, -1 behind each
+    TOTAL = 156
 
 
 class Asks(IntFlag):

@@ -42,7 +42,7 @@ CANDIDATES = 4096  # scores a program holds; a row with more is searched chunk b
 # Triton reads globals of these types only.
 _COLUMN = [tl.constexpr(int(setting)) for setting in Setting]
 _ASKS, _TOP_K, _SHARE, _BELOW, _STEPS, _WINDOW, _REPETITION = _COLUMN[: Setting.PRESENCE]
-_PRESENCE, _FREQUENCY, _PROMPT, _MIN_TOKENS, _STOPS, _WORDS, _COLUMNS = _COLUMN[Setting.PRESENCE :]
+_PRESENCE, _FREQUENCY, _PROMPT, _MIN_TOKENS, _LOGPROBS, _STOPS, _WORDS, _COLUMNS = _COLUMN[Setting.PRESENCE :]
 _PENALTIES, _BIAS, _BANS, _FILTERS = (tl.constexpr(int(ask)) for ask in Asks)
 _ADJUSTS = tl.constexpr(int(Asks.PENALTIES | Asks.BIAS | Asks.BANS))
 _SEEN, _STOPS_PER, _WORDS_PER, _WORD, _BANS_PER = (
@@ -82,6 +82,8 @@ class RowSampling:
     of: SamplingSlots
     slots: Tensor  # [R] int32: the batch slot of each row
     asks: Tensor  # [R] int32, see Asks
+    places: Tensor  # [R] int32: where its log probabilities go
+    logprobs: Tensor  # [R] int32: how many are wanted beside the chosen token's; -1: none at all
     path: Tensor  # [R, K] int32: the draft tokens on its path, -1 behind
     bans: Tensor  # [R, MAX_BANS] int32: tokens that may not be chosen, -1: none
     score: Tensor  # [R] float32: the threshold
@@ -94,16 +96,15 @@ class RowSampling:
 
         ints = torch.int32
         return cls(
-            of, table(ints, rows), table(ints, rows), table(ints, rows, max(1, nodes)), table(ints, rows, MAX_BANS),
-            table(torch.float32, rows), table(ints, rows),
+            of, table(ints, rows), table(ints, rows), table(ints, rows), table(ints, rows).fill_(-1),
+            table(ints, rows, max(1, nodes)), table(ints, rows, MAX_BANS), table(torch.float32, rows),
+            table(ints, rows),
         )  # fmt: skip
 
     def part(self, rows: int) -> RowSampling:
         """The first rows."""
-        return RowSampling(
-            self.of, self.slots[:rows], self.asks[:rows], self.path[:rows], self.bans[:rows], self.score[:rows],
-            self.last[:rows],
-        )  # fmt: skip
+        parts = {name: getattr(self, name)[:rows] for name in self.__dataclass_fields__ if name != "of"}
+        return RowSampling(self.of, **parts)
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def _path_row(ids, paths, first, row, at, W: tl.constexpr, LAST: tl.constexpr, T
 @launched
 @triton.jit
 def _describe(
-    lengths, history, ids, positions, paths, rows, settings, slots, asks, path, bans, reach, level,
+    lengths, history, ids, positions, paths, rows, settings, slots, asks, places, logprobs, path, bans, reach, level,
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -144,6 +145,8 @@ def _describe(
     if row >= 0:
         tl.store(slots + row, b.to(tl.int32))
         tl.store(asks + row, asked)
+        tl.store(places + row, source.to(tl.int32))
+        tl.store(logprobs + row, tl.load(line + _LOGPROBS) - 1)
         if (asked & _ADJUSTS) != 0:
             if TREE:
                 depth = tl.load(positions + source) - (n - 1)
@@ -430,10 +433,11 @@ def describe(
     kind = "level" if level is not None else "packed" if places is not None else "all"
     if places is not None:
         rows.asks.zero_()
+        rows.logprobs.fill_(-1)
     nodes = rows.path.shape[1]
     _describe[(size, width if level is None else 1)](
         batch.lengths, batch.history, inputs.ids, inputs.positions, paths, places, rows.of.settings, rows.slots,
-        rows.asks, rows.path, rows.bans, batch.history.stride(0), level or 0,
+        rows.asks, rows.places, rows.logprobs, rows.path, rows.bans, batch.history.stride(0), level or 0,
         W=width, K=nodes, KP=power(nodes), LAST=PATH, TREE=paths is not None, ROWS=kind, num_warps=1,
         **options(inputs.ids.device),
     )  # fmt: skip
@@ -528,6 +532,7 @@ def describe_twin(
 ) -> None:  # fmt: skip
     size, width = inputs.ids.shape
     rows.asks.zero_()
+    rows.logprobs.fill_(-1)
     for b in range(size):
         for j in range(width) if level is None else (0,):
             row = b if level is not None else int(places[b, j]) if places is not None else b * width + j
@@ -548,6 +553,7 @@ def _describe_row(
     words = np.array(setting[Setting.WORDS : Setting.TOTAL]).reshape(MAX_WORDS, MAX_WORD).tolist()
     ends = [_end_of(word[: sum(token >= 0 for token in word)], output) for word in words]
     rows.slots[row], rows.asks[row], rows.path[row] = b, setting[Setting.ASKS], -1
+    rows.places[row], rows.logprobs[row] = b * inputs.ids.shape[1] + j, setting[Setting.LOGPROBS] - 1
     rows.path[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
     rows.bans[row] = torch.tensor((stops if early else [-1] * MAX_STOPS) + ends, dtype=torch.int32)
 

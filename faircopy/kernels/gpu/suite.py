@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, norm, packing, pick, sampler, step, tree
+from faircopy.kernels.gpu import attention, heads, logprobs, norm, packing, pick, sampler, step, tree
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -73,6 +74,7 @@ class Suite:
     compact: Callable[[BatchSlots, TreeNodes, Tensor, int], None]
     describe: Describe
     count_tokens: Callable[[SamplingSlots, Tensor, int], None]
+    report_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, LogprobReport], None]
 
 
 KERNELS = Suite(
@@ -91,6 +93,7 @@ KERNELS = Suite(
     tree.compact,
     sampler.describe,
     sampler.count_tokens,
+    logprobs.report_logprobs,
 )
 
 
@@ -114,6 +117,7 @@ TWINS = Suite(
     tree.compact_twin,
     sampler.describe_twin,
     sampler.count_tokens_twin,
+    logprobs.report_logprobs_twin,
 )
 
 
