@@ -347,8 +347,8 @@ def _search(
     """The threshold of top-k and top-p and its last token, from the scores at `source`."""
     top_k, share, line = _filter_of(row, slots, settings)
     steps = _number(line, _STEPS)
-    high, differing, bits = _ordered(best), _ordered(best) ^ _ordered(cut), 0
-    for _ in range(32):
+    high, differing, bits = _ordered(best), _ordered(best) ^ _ordered(cut), top_k * 0
+    for _turn in range(32):
         bits += (differing > 0).to(tl.int32)
         differing = differing >> 1
     floor = tl.zeros((), tl.int64)
@@ -356,35 +356,49 @@ def _search(
         floor = (high >> bits) << bits
         for bit in range(bits):
             trial = floor | (tl.full((), 1, tl.int64) << (bits - 1 - bit))
-            many, _ = _weigh(source, tokens, trial, V, best, steps, V, size, row, asked, slots, settings, counts, bias,
-                             path, bans, wide, K, FEW)  # fmt: skip
+            many, heavy = _weigh(
+                source, tokens, trial, V, best, steps, V, size, row, asked,
+                slots, settings, counts, bias, path, bans, wide, K, FEW,
+            )  # fmt: skip
             floor = tl.where(many >= top_k, trial, floor)
     least, end = floor, V
     if share < _OFF:
         if top_k > 0:
-            _, everything = _weigh(source, tokens, floor, V, best, steps, V, size, row, asked, slots, settings, counts,
-                                   bias, path, bans, wide, K, FEW)  # fmt: skip
+            many, everything = _weigh(
+                source, tokens, floor, V, best, steps, V, size, row, asked,
+                slots, settings, counts, bias, path, bans, wide, K, FEW,
+            )  # fmt: skip
         wanted = _wanted(everything, share)
         least = (high >> bits) << bits
         for bit in range(bits):
             trial = least | (tl.full((), 1, tl.int64) << (bits - 1 - bit))
-            _, heavy = _weigh(source, tokens, tl.maximum(trial, floor), V, best, steps, V, size, row, asked, slots,
-                              settings, counts, bias, path, bans, wide, K, FEW)  # fmt: skip
+            many, heavy = _weigh(
+                source, tokens, tl.maximum(trial, floor), V, best, steps, V, size, row, asked,
+                slots, settings, counts, bias, path, bans, wide, K, FEW,
+            )  # fmt: skip
             least = tl.where(heavy >= wanted, trial, least)
-        upto, _ = _weigh(source, tokens, least, V, best, steps, V, size, row, asked, slots, settings, counts, bias,
-                         path, bans, wide, K, FEW)  # fmt: skip
-        more, above = _weigh(source, tokens, least + 1, V, best, steps, V, size, row, asked, slots, settings, counts,
-                             bias, path, bans, wide, K, FEW)  # fmt: skip
+        upto, heavy = _weigh(
+            source, tokens, least, V, best, steps, V, size, row, asked,
+            slots, settings, counts, bias, path, bans, wide, K, FEW,
+        )  # fmt: skip
+        more, above = _weigh(
+            source, tokens, least + 1, V, best, steps, V, size, row, asked,
+            slots, settings, counts, bias, path, bans, wide, K, FEW,
+        )  # fmt: skip
         each = tl.maximum(_mass(_score(least), best, steps), 1)
         needed = (wanted - above + each - 1) // each
         if needed < upto - more:
             end = V * 0
             for bit in range(20):
                 trial_end = end | (1 << (19 - bit))
-                low, _ = _weigh(source, tokens, least, trial_end, best, steps, V, size, row, asked, slots, settings,
-                                counts, bias, path, bans, wide, K, FEW)  # fmt: skip
-                lower, _ = _weigh(source, tokens, least + 1, trial_end, best, steps, V, size, row, asked, slots,
-                                  settings, counts, bias, path, bans, wide, K, FEW)  # fmt: skip
+                low, heavy = _weigh(
+                    source, tokens, least, trial_end, best, steps, V, size, row, asked,
+                    slots, settings, counts, bias, path, bans, wide, K, FEW,
+                )  # fmt: skip
+                lower, heavy = _weigh(
+                    source, tokens, least + 1, trial_end, best, steps, V, size, row, asked,
+                    slots, settings, counts, bias, path, bans, wide, K, FEW,
+                )  # fmt: skip
                 end = tl.where(low - lower < needed, trial_end, end)
     return least, end
 
