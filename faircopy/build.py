@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
@@ -33,7 +34,7 @@ from faircopy.verify.rejection import RejectionVerifier
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
-    from faircopy.replay import CapturedRunner
+    from faircopy.replay import CapturedPasses, CapturedRunner
 
 
 def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
@@ -109,17 +110,34 @@ def build_engine(
         drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled), (pages,)
     elif draft is not None:
         layout = strategy.layout(tables, draft, config, True, suite)
-        drafter, draft_layouts = ModelDrafter(Runner(draft, layout), target.vocab, chunk, sampled), (layout,)
+        small = Runner(draft, layout)
+        small.passes = build_passes(small, config)
+        drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
     drafter = drafter or NoDrafter()
     runner.wants = drafter.wants
+    runner.passes = build_passes(runner, config)
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
     lengths = NoLength() if plain else draft_lengths or FixedLength(config.k)
-    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured)
+    beside = None if runner.passes is None else partial(runner.passes.chunk_beside, config.step_ms)
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, beside)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts)
+
+
+def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:
+    """The model's eager passes as graphs; None where there are none, or they cannot be captured."""
+    layout = runner.layout
+    if not config.graphs or not isinstance(layout, PagedLayout) or layout.suite is None or not layout.layers:
+        return None
+    from faircopy.capture import eager_because
+    from faircopy.replay import CapturedPasses
+
+    if eager_because(runner.model, layout):
+        return None
+    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants)
 
 
 def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | str:

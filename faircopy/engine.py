@@ -42,6 +42,14 @@ class Engine:
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
         self._next_id = 0
 
+    def warm_up(self, k: int) -> None:
+        """On a GPU, capture all graphs now, so that no request waits for one."""
+        for passes in (self.target.passes, self.drafter.passes):
+            if passes is not None:
+                passes.warm()
+        if self.captured is not None:
+            self.captured.warm(k)
+
     @property
     def busy(self) -> bool:
         return self.scheduler.busy  # a step in flight all of whose sequences have finished does not count

@@ -177,9 +177,9 @@ class LLM:
         }
 
     def warm_up(self) -> None:
-        """On a GPU, capture steps for every size of batch now, so that the first answers wait less."""
-        if self.engine.captured is not None:
-            self.engine.captured.warm(self.config.k)
+        """On a GPU, capture steps and passes of every size now: later nothing is captured on a request's time."""
+        with self._lock:
+            self.engine.warm_up(self.config.k)
 
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""

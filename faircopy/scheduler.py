@@ -46,10 +46,12 @@ class Scheduler:
         draft_lengths: DraftLengths,
         chunk: int,
         capture: CaptureRule | None = None,
+        mixed_chunk: Callable[[], int] | None = None,
     ) -> None:
-        """capture: None if all steps are eager."""
+        """capture: None if all steps are eager. mixed_chunk: prompt tokens of a step in which texts go on, at most."""
         self._ledger, self._cached, self._policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
+        self._mixed_chunk = mixed_chunk or (lambda: chunk)
         self._waiting: list[Sequence] = []  # in order of arrival
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
@@ -141,7 +143,9 @@ class Scheduler:
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
+        decoding = any(seq in self._running and len(seq.tokens) - self._cached(seq) == 1 for seq in candidates)
+        chunk = min(self._chunk, self._mixed_chunk()) if decoding else self._chunk
+        batch, before = Batch([], [], []), self.preemptions
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from faircopy.model.runner import Result
+from faircopy.model.runner import Passes, Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ class Drafter(ABC):
     """
 
     wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
+    passes: Passes | None = None  # a draft model's passes, if they are graphs
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     @abstractmethod
