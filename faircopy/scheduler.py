@@ -48,10 +48,10 @@ class Scheduler:
         capture: CaptureRule | None = None,
         mixed_chunk: Callable[[], int] | None = None,
     ) -> None:
-        """capture: None if all steps are eager. mixed_chunk: prompt tokens of a step in which texts go on, at most."""
+        """capture: None if all steps are eager. mixed_chunk: rows of a step in which texts go on, at most."""
         self._ledger, self._cached, self._policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
-        self._mixed_chunk = mixed_chunk or (lambda: chunk)
+        self._mixed_chunk = mixed_chunk or (lambda: 2 * chunk)
         self._waiting: list[Sequence] = []  # in order of arrival
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
@@ -143,9 +143,7 @@ class Scheduler:
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        decoding = any(seq in self._running and len(seq.tokens) - self._cached(seq) == 1 for seq in candidates)
-        chunk = min(self._chunk, self._mixed_chunk()) if decoding else self._chunk
-        batch, before = Batch([], [], []), self.preemptions
+        batch, before, chunk = Batch([], [], []), self.preemptions, self._chunk_beside(candidates)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)
@@ -156,6 +154,13 @@ class Scheduler:
                     break
                 chunk -= used
         return batch
+
+    def _chunk_beside(self, candidates: list[Sequence]) -> int:
+        """Prompt tokens of this step at most: fewer if texts go on in it, whose rows count too."""
+        going_on = [seq for seq in candidates if seq in self._running and len(seq.tokens) - self._cached(seq) == 1]
+        if not going_on:
+            return self._chunk
+        return max(1, min(self._chunk, self._mixed_chunk() - len(going_on)))
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""

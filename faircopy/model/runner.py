@@ -38,9 +38,9 @@ class Passes(Protocol):
         """Make now what would be made when it is first needed."""
 
     def chunk_beside(self, step_ms: float | None) -> int:
-        """Prompt tokens to read in a step in which texts go on, so that it takes step_ms milliseconds at most.
+        """Rows of a step in which texts go on and prompts are read, so that it takes step_ms milliseconds at most.
 
-        None: 2.5 times as long as a step without them.
+        None: 3 times as long as a step without prompts.
         """
 
 

@@ -24,7 +24,7 @@ from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
 ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # larger passes take the device longer than the host
-UNTIMED = 256  # rows of a pass beside running texts while nothing is known of its time
+UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 
 
@@ -53,10 +53,10 @@ class CapturedPasses:
             self.times[rows] = self._graph(rows).measure()
 
     def chunk_beside(self, step_ms: float | None) -> int:
-        """Prompt tokens to read in a step in which texts go on: the most rows of a pass that takes no longer."""
+        """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
         if not self.times:
             return UNTIMED
-        allowed = 2.5 * min(self.times.values()) if step_ms is None else step_ms / 1e3
+        allowed = 3.0 * min(self.times.values()) if step_ms is None else step_ms / 1e3
         return max((rows for rows, taken in self.times.items() if taken <= allowed), default=min(self.times))
 
     def _sizes(self) -> Iterator[int]:
