@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -62,6 +63,7 @@ class LLM:
             options = more | options
         self.config = EngineConfig(k=k, **options)
         use_threads(self.config.threads)
+        self._warm_up = "not done"  # or the time and the memory that it took
         self._lock = FairLock()  # around everything that reads or changes the engine
         target = os.fspath(target) if isinstance(target, os.PathLike) else target
         self.model = load_target(target, self.config)
@@ -164,6 +166,7 @@ class LLM:
             "target": model.name,
             "backend": model.backend,
             "drafter": type(self.engine.drafter).__name__,
+            "warm_up": self._warm_up,
             "captured_steps": "yes" if self.engine.captured is not None else f"no: {self.engine.eager_because}",
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -179,7 +182,10 @@ class LLM:
     def warm_up(self) -> None:
         """On a GPU, capture steps and passes of every size now: later nothing is captured on a request's time."""
         with self._lock:
+            begin, before = time.perf_counter(), _reserved_bytes(self.model.device)
             self.engine.warm_up(self.config.k)
+            taken = time.perf_counter() - begin
+            self._warm_up = f"{taken:.1f} s, {(_reserved_bytes(self.model.device) - before) / 2**20:.0f} MiB"
 
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""
@@ -229,6 +235,11 @@ class LLM:
         finally:
             with self._lock:
                 self.engine.abort(seq)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """What torch holds of a GPU's memory, that of graphs included."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 @dataclass(slots=True)
