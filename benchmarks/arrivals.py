@@ -3,7 +3,7 @@
 python -m benchmarks.arrivals --out FILE [--rate 33] [--count 64] [--batch 32] [--small]
 
 The widened Qwen3-8B / 0.6B pair (see benchmarks.gpu); prompts of 260 tokens, 128 new ones; arrivals at random times of
-a fixed seed. Plain and with a draft model, after warm_up(). Every text is compared with the one written in a full batch.
+a fixed seed. Plain and with a draft model, after warm_up(). Every text is compared with the one of a full batch.
 """
 
 from __future__ import annotations

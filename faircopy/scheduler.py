@@ -28,6 +28,9 @@ class CaptureRule(Protocol):
 
     max_nodes: int  # draft nodes per sequence of a captured step at most
 
+    def nodes_for(self, k: int) -> int:
+        """Nodes per sequence of the captured step that drafts of k nodes run in: k or more."""
+
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step."""
 
@@ -139,7 +142,7 @@ class Scheduler:
             return StepPlan(self._capture.before_capture(batch))
         wanted = dict(zip(candidates, lengths, strict=True))
         k = max(wanted[seq] for seq in batch.seqs)
-        return StepPlan(batch, True, min(k, self._capture.max_nodes))
+        return StepPlan(batch, True, self._capture.nodes_for(min(k, self._capture.max_nodes)))
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""

@@ -199,7 +199,7 @@ def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ign
     engine = build(pair, "model", k=3)
     engine.captured.warm(3)
     made = engine.captured.captured_sizes
-    assert {k for _, k in made} == {3} and {4, 2, 1} <= {size for size, _ in made}
+    assert {k for _, k in made} == {0, 3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
     assert engine.captured.captured_sizes == made
 
@@ -248,10 +248,10 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
 def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=7)
     engine.captured.warm(7)
-    made = {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
-    assert made == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
+    made = engine.captured.captured_sizes
+    assert {size: rows for (size, k), rows in made.items() if k} == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert made == {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
+    assert engine.captured.captured_sizes == made
 
 
 def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
@@ -497,3 +497,16 @@ def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-d
     assert set(found.times) == set(graphs.ROWS)
     assert found.chunk_beside(1e-9) == min(graphs.ROWS)
     assert found.chunk_beside(1e9) == max(graphs.ROWS)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_nothing_is_captured_after_warm_up(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    """Requests with fewer draft tokens, or none, run in the graphs that are there."""
+    engine = build(pair, drafter, k=3)
+    engine.warm_up(3)
+    before = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    passes = set(engine.target.passes._graphs)
+    for k in (None, 1, 0, 2):
+        assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
+    assert engine.captured.captured_sizes == before
+    assert set(engine.target.passes._graphs) == passes
