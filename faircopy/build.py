@@ -27,6 +27,7 @@ from faircopy.model.loader import load_model, load_tokenizer, vocabulary_differe
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.planner import AutoLength
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
 from faircopy.verify.exact import ExactVerifier
@@ -119,12 +120,12 @@ def build_engine(
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or FixedLength(config.k)
+    lengths = NoLength() if plain else draft_lengths or (AutoLength if config.auto else FixedLength)(config.k)
     beside = None if runner.passes is None else partial(runner.passes.chunk_beside, config.step_ms)
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, beside)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts)
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
 
 
 def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:

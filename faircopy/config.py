@@ -26,7 +26,8 @@ class EngineConfig:
     With strategy="ragged", verifier="exact" and exact=True, only dtype and device change the tokens.
     """
 
-    k: int = 4
+    k: int = 4  # draft tokens per step and sequence, at most if `auto`
+    auto: bool = False  # each draft length is chosen by measured acceptance and cost
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -58,6 +59,7 @@ class EngineConfig:
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
         for name in (
+            "auto",
             "exact",
             "prefix_reuse",
             "graphs",

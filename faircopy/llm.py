@@ -29,6 +29,8 @@ from faircopy.text import IncrementalText
 from faircopy.threads import use_threads
 from faircopy.types import Output, Request, SamplingParams, Sequence
 
+AUTO_MAX = 8  # draft tokens of k="auto" at most
+
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
 
@@ -38,7 +40,7 @@ class LLM:
     Several threads may call it: their requests share the batch, and each step is made by one thread at a time.
 
     target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a draft head trained for this
-    target, "ngram", a Drafter of your own, or None. k: draft nodes per step and sequence.
+    target, "ngram", a Drafter of your own, or None. k: draft tokens per step and sequence, or "auto": as many as pay.
     options: the other fields of EngineConfig. speculative_config takes vLLM's keys instead of draft and k.
     """
 
@@ -46,7 +48,7 @@ class LLM:
         self,
         target: str | os.PathLike[str] | Model,
         draft: str | os.PathLike[str] | Model | Head | Drafter | None = None,
-        k: int = 4,
+        k: int | str = 4,
         *,
         speculative_config: dict[str, Any] | None = None,
         tokenizer: Any | None = None,
@@ -61,7 +63,9 @@ class LLM:
             draft, more = from_speculative(speculative_config)
             k = more.pop("k", k)
             options = more | options
-        self.config = EngineConfig(k=k, **options)
+        if k == "auto":
+            k, options = AUTO_MAX, {"auto": True, **options}
+        self.config = EngineConfig(k=k, **options)  # type: ignore[arg-type]
         use_threads(self.config.threads)
         self._warm_up = "not done"  # or the time and the memory that it took
         self._lock = FairLock()  # around everything that reads or changes the engine
@@ -166,6 +170,7 @@ class LLM:
             "target": model.name,
             "backend": model.backend,
             "drafter": type(self.engine.drafter).__name__,
+            "draft_length": self.engine.draft_lengths.reason,
             "warm_up": self._warm_up,
             "captured_steps": "yes" if self.engine.captured is not None else f"no: {self.engine.eager_because}",
             **asdict(self.config),

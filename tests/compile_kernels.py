@@ -1,6 +1,7 @@
 """Compiles kernels for a GPU on a machine without one: the interpreter accepts code that the compiler refuses.
 
-python -m faircopy.testing.compile_kernels FILE: FILE holds launches as tests/test_gpu_compile.py records them, one JSON object per line.
+python -m tests.compile_kernels FILE: FILE holds launches, one JSON object per line, as
+tests/test_gpu_compile.py records them.
 """
 
 from __future__ import annotations
