@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from faircopy.kernels import activation, linear
-from faircopy.kernels.attention import Lane, attend, plan_attention
+from faircopy.kernels.attention import Lane, attend_tiles, plan_attention
 from faircopy.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_dense
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rope_table, rotate
@@ -176,7 +176,7 @@ def test_attention_is_right_and_alone_the_same(
         ]
         plan = plan_attention(part, int(rows[-1]), window, q_heads // kv_heads, scratch, CPU, exact)
         q = torch.cat([queries[n] for n in chosen])
-        out = attend(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
+        out = attend_tiles(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
         return [out[rows[i] : rows[i + 1]] for i in range(len(chosen))]
 
     together = run_lanes(list(range(len(spans))))

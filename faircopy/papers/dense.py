@@ -76,7 +76,7 @@ class DenseLayout:
         self.tables, self.layers, self.device, self.packs = tables, layers, device, packs
         self.moved = 0
         self.healthy: Tensor | None = None
-        self._dtype = cache_dtype(dtype, device)
+        self._dtype = cache_dtype(layers, dtype, device)
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._row_of: dict[Sequence, int] = {}  # the row of each sequence
         self._free_rows: list[int] = []  # rows whose sequence has finished

@@ -44,7 +44,11 @@ class Library:
 
         module = llvm.parse_assembly(text)
         module.verify()
-        self._engine = llvm.create_mcjit_compiler(module, _target_machine())
+        machine = _target_machine()
+        passes = llvm.create_new_module_pass_manager()
+        passes.add_always_inliner_pass()
+        passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0)))
+        self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
 
     def function(self, name: str, pointers: int, numbers: int) -> Any:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from struct import pack, unpack
-
+from faircopy.kernels.cpu.ir import constant, lines, module_text, shared_text
 from faircopy.kernels.cpu.jit import Processor
 
 # activation(y) = y / (1 + exp(-s)): what s is
 GATED = {"silu": "y", "swish": "y", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _GELU = (0.0713548162726, 1.5957691216)  # 2 sqrt(2 / pi) times 0.044715 and 1
+_ARGUMENTS = (
+    ("ptr", "x"),
+    ("ptr", "w"),
+    ("ptr", "bias"),
+    ("ptr", "out"),
+    ("i64", "rows"),
+    ("i64", "words"),
+    ("i64", "panels"),
+)
 
 
 def product_text(processor: Processor, pairs: bool, activation: str | None) -> str:
     """A module with product(x, weight, bias, out, rows, words of K, panels, threads)."""
     lanes, gated = processor.lanes, activation is not None
-    parts = [_declarations(lanes), "" if activation is None else _activation(lanes, activation)]
+    parts = ["" if activation is None else _activation(lanes, activation)]
     parts += [_tile(m, lanes, pairs, gated) for m in range(1, processor.rows + 1)]
-    return "\n".join([*parts, _panel_loop(processor, pairs, gated)]).replace("VECTOR", f"<{lanes} x float>")
-
-
-def _declarations(lanes: int) -> str:
-    pair = f"<{2 * lanes} x bfloat>"
-    return f"""
-declare VECTOR @llvm.fma.v{lanes}f32(VECTOR, VECTOR, VECTOR)
-declare VECTOR @llvm.rint.v{lanes}f32(VECTOR)
-declare VECTOR @llvm.minnum.v{lanes}f32(VECTOR, VECTOR)
-declare VECTOR @llvm.maxnum.v{lanes}f32(VECTOR, VECTOR)
-declare VECTOR @llvm.x86.avx512bf16.dpbf16ps.512(VECTOR, {pair}, {pair})
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare void @GOMP_parallel(ptr, ptr, i32, i32)
-declare i32 @omp_get_thread_num()
-declare i32 @omp_get_num_threads()
-"""
+    parts += [_panel_loop(processor, pairs, gated), shared_text("product", _ARGUMENTS, "panels")]
+    return module_text(processor, parts)
 
 
 def _tile(m: int, lanes: int, pairs: bool, gated: bool) -> str:
@@ -51,24 +42,24 @@ def _tile(m: int, lanes: int, pairs: bool, gated: bool) -> str:
 define internal void @tile{m}(ptr noalias %x, i64 %words, ptr noalias %w, ptr noalias %bias, ptr noalias %out,
                               i64 %line, ptr %ahead, i64 %step) {{
 entry:
-  {_lines(starts + rows)}
-  {_lines(_two_vectors("bias", "%bias", "VECTOR"))}
+  {lines(starts + rows)}
+  {lines(_two_vectors("bias", "%bias", "VECTOR"))}
   br label %loop
 loop:
   %i = phi i64 [0, %entry], [%after, %loop]
-  {_lines(sums)}
+  {lines(sums)}
   %offset = mul i64 %i, {2 * lanes}
   %here = getelementptr i32, ptr %w, i64 %offset
-  {_lines(_two_vectors("weight", "%here", _operand(lanes, pairs)))}
+  {lines(_two_vectors("weight", "%here", _operand(lanes, pairs)))}
   %far = mul i64 %i, %step
   %line_ahead = getelementptr i8, ptr %ahead, i64 %far
   call void @llvm.prefetch.p0(ptr %line_ahead, i32 0, i32 2, i32 1)
-  {_lines(steps)}
+  {lines(steps)}
   %after = add i64 %i, 1
   %more = icmp slt i64 %after, %words
   br i1 %more, label %loop, label %done
 done:
-  {_lines(stores)}
+  {lines(stores)}
   ret void
 }}"""
 
@@ -145,9 +136,10 @@ def _panel_loop(processor: Processor, pairs: bool, gated: bool) -> str:
         for m in heights
     ]
     return f"""
-define internal void @panels(ptr %x, ptr %w, ptr %bias, ptr %out, i64 %rows, i64 %words, i64 %line, i64 %first,
-                             i64 %last) {{
+define internal void @product_part(ptr %x, ptr %w, ptr %bias, ptr %out, i64 %rows, i64 %words, i64 %panels,
+                                   i64 %first, i64 %last) {{
 entry:
+  %line = mul i64 %panels, {width}
   %rounded = add i64 %rows, {most - 1}
   %tiles = sdiv i64 %rounded, {most}
   %height = sdiv i64 %rows, %tiles
@@ -182,7 +174,7 @@ tile:
   %ahead_offset = mul i64 %t, %part
   %ahead = getelementptr i8, ptr %next_w, i64 %ahead_offset
   switch i64 %m, label %height1 [{cases}]
-{_lines(calls)}
+{lines(calls)}
 tile_end:
   %next_t = add i64 %t, 1
   %next_row = add i64 %row, %m
@@ -194,106 +186,25 @@ panel_end:
   br i1 %more_panels, label %panel, label %end
 end:
   ret void
-}}
-
-%work = type {{{", ".join(kind for kind, _ in _WORK)}}}
-
-define void @product(ptr %x, ptr %w, ptr %bias, ptr %out, i64 %rows, i64 %words, i64 %panels, i64 %threads) {{
-  %line = mul i64 %panels, {width}
-  %alone = icmp slt i64 %threads, 2
-  br i1 %alone, label %direct, label %shared
-direct:
-  call void @panels(ptr %x, ptr %w, ptr %bias, ptr %out, i64 %rows, i64 %words, i64 %line, i64 0, i64 %panels)
-  ret void
-shared:
-  %work = alloca %work
-  {_lines(_work_places())}
-  {_lines(f"store {kind} %{name}, ptr %{name}_place" for kind, name in _WORK)}
-  %count = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @share, ptr %work, i32 %count, i32 0)
-  ret void
-}}
-
-define internal void @share(ptr %work) {{
-  {_lines(_work_places())}
-  {_lines(f"%{name} = load {kind}, ptr %{name}_place" for kind, name in _WORK)}
-  %thread = call i32 @omp_get_thread_num()
-  %team = call i32 @omp_get_num_threads()
-  %mine = zext i32 %thread to i64
-  %all = zext i32 %team to i64
-  %begin = mul i64 %panels, %mine
-  %end = add i64 %begin, %panels
-  %first = sdiv i64 %begin, %all
-  %last = sdiv i64 %end, %all
-  call void @panels(ptr %x, ptr %w, ptr %bias, ptr %out, i64 %rows, i64 %words, i64 %line, i64 %first, i64 %last)
-  ret void
 }}"""
-
-
-# What threads that share a product are handed.
-_WORK = (
-    ("ptr", "x"),
-    ("ptr", "w"),
-    ("ptr", "bias"),
-    ("ptr", "out"),
-    ("i64", "rows"),
-    ("i64", "words"),
-    ("i64", "line"),
-    ("i64", "panels"),
-)
-
-
-def _work_places() -> list[str]:
-    return [
-        f"%{name}_place = getelementptr %work, ptr %work, i32 0, i32 {i}" for i, (_, name) in enumerate(_WORK)
-    ]
 
 
 def _activation(lanes: int, name: str) -> str:
-    """y / (1 + exp(-s)), where s is y, or what makes it gelu's tanh form. exp as in Cephes, below one rounding off."""
-    argument = [f"%s = fneg VECTOR %y"]
+    """@activation: y / (1 + exp(-s)), where s is y, or what makes it gelu's tanh form."""
+    argument = ["%s = fneg VECTOR %y"]
     if GATED[name] == "gelu":
         argument = [
             "%yy = fmul VECTOR %y, %y",
-            f"%inner = call VECTOR @llvm.fma.v{lanes}f32(VECTOR %yy, VECTOR {_all(_GELU[0], lanes)}, "
-            f"VECTOR {_all(_GELU[1], lanes)})",
+            f"%inner = call VECTOR @llvm.fma.v{lanes}f32(VECTOR %yy, VECTOR {constant(_GELU[0], lanes)}, "
+            f"VECTOR {constant(_GELU[1], lanes)})",
             "%sum = fmul VECTOR %y, %inner",
             "%s = fneg VECTOR %sum",
         ]
-    words, fma = f"<{lanes} x i32>", f"call VECTOR @llvm.fma.v{lanes}f32"
-    powers = ["%p0 = fadd VECTOR zeroinitializer, " + _all(_EXP[0], lanes)]
-    powers += [
-        f"%p{i} = {fma}(VECTOR %p{i - 1}, VECTOR %r, VECTOR {_all(_EXP[i], lanes)})" for i in range(1, len(_EXP))
-    ]
     return f"""
 define internal VECTOR @activation(VECTOR %y) alwaysinline {{
-  {_lines(argument)}
-  %low = call VECTOR @llvm.minnum.v{lanes}f32(VECTOR %s, VECTOR {_all(88.0, lanes)})
-  %e = call VECTOR @llvm.maxnum.v{lanes}f32(VECTOR %low, VECTOR {_all(-87.0, lanes)})
-  %scaled = fmul VECTOR %e, {_all(_LOG2E, lanes)}
-  %n = call VECTOR @llvm.rint.v{lanes}f32(VECTOR %scaled)
-  %r1 = {fma}(VECTOR %n, VECTOR {_all(-_LN2_HIGH, lanes)}, VECTOR %e)
-  %r = {fma}(VECTOR %n, VECTOR {_all(-_LN2_LOW, lanes)}, VECTOR %r1)
-  {_lines(powers)}
-  %rr = fmul VECTOR %r, %r
-  %r_1 = fadd VECTOR %r, {_all(1.0, lanes)}
-  %mantissa = {fma}(VECTOR %p{len(_EXP) - 1}, VECTOR %rr, VECTOR %r_1)
-  %whole = fptosi VECTOR %n to {words}
-  %biased = add {words} %whole, {_all(127, lanes, "i32")}
-  %shifted = shl {words} %biased, {_all(23, lanes, "i32")}
-  %power = bitcast {words} %shifted to VECTOR
-  %exp = fmul VECTOR %mantissa, %power
-  %below = fadd VECTOR %exp, {_all(1.0, lanes)}
+  {lines(argument)}
+  %exp = call VECTOR @exp(VECTOR %s)
+  %below = fadd VECTOR %exp, {constant(1.0, lanes)}
   %result = fdiv VECTOR %y, %below
   ret VECTOR %result
 }}"""
-
-
-def _all(number: float, lanes: int, kind: str = "float") -> str:
-    """A constant vector."""
-    word = str(number) if kind == "i32" else f"0x{unpack('<Q', pack('<d', unpack('<f', pack('<f', number))[0]))[0]:016X}"
-    return "<" + ", ".join([f"{kind} {word}"] * lanes) + ">"
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "\n  ".join(lines)
