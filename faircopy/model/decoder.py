@@ -51,7 +51,7 @@ class Decoder:
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         w, s = self.weights, self.spec
-        x = w.embedding[packed.ids]
+        x = w.embed(packed.ids)
         if s.embedding_multiplier != 1.0:
             x = x * w.multiplier
         angles = w.rope[packed.positions]
