@@ -22,11 +22,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from faircopy import bundled
-from faircopy.bench.record import write
-
 from benchmarks.cpu_decode import SHAPE, make_model, shorten
 from benchmarks.peer_workers import ENGINES
+from faircopy import bundled
+from faircopy.bench.record import write
 
 WORKER = Path(__file__).with_name("peer_workers.py")
 
@@ -94,7 +93,11 @@ def main() -> None:
                     workers = [
                         worker
                         for name in args.engines
-                        if (worker := stack.enter_context(started(name, pythons.get(name, sys.executable), whole, draft, dtype)))
+                        if (
+                            worker := stack.enter_context(
+                                started(name, pythons.get(name, sys.executable), whole, draft, dtype)
+                            )
+                        )
                     ]
                     for batch in args.batches:
                         rows += compare(workers, batch, args, dtype, bool(draft), plain)

@@ -90,7 +90,9 @@ def _converted(folder: str, dtype: str) -> str:
         from optimum.intel import OVModelForCausalLM
         from transformers import AutoTokenizer
 
-        OVModelForCausalLM.from_pretrained(folder, export=True, load_in_8bit=False, compile=False, dtype=dtype).save_pretrained(out)
+        OVModelForCausalLM.from_pretrained(
+            folder, export=True, load_in_8bit=False, compile=False, dtype=dtype
+        ).save_pretrained(out)
         parts = convert_tokenizer(AutoTokenizer.from_pretrained(folder), with_detokenizer=True)
         for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
             save_model(part, out / f"{name}.xml")

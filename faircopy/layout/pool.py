@@ -27,6 +27,11 @@ class PagePool:
     def available(self) -> int:
         return len(self._free) + len(self._kept)
 
+    @property
+    def in_use(self) -> int:
+        """Pages that sequences hold, or that are kept for their content."""
+        return self.pages - len(self._free)
+
     def take(self, after: int | None = None) -> int:
         """A page for one holder, if possible the neighbour of `after`, so that a sequence lies in one run."""
         if not self._free:

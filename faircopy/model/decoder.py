@@ -45,6 +45,10 @@ class Decoder:
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
     def token_weights(self) -> TokenWeights:
         return self.weights.token_weights()
 

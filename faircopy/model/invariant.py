@@ -88,6 +88,11 @@ class RowInvariant(TorchFunctionMode):
         return self._products[place]
 
     @property
+    def nbytes(self) -> int:
+        """Of the packed copies, each as large as what it was made from."""
+        return sum(weight.numel() * weight.itemsize for weight in self._packed.values())
+
+    @property
     def packed(self) -> list[nn.Parameter]:
         """Whole parameters that a product has a copy of."""
         return [weight for weight in self._packed.values() if isinstance(weight, nn.Parameter)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -236,9 +237,10 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
-        )
+        with _no_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
+            )
     except Exception as error:  # transformers, safetensors and torch each raise their own
         raise CheckpointError("model", name, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
     missing = sorted(report["missing_keys"])
@@ -247,6 +249,20 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
             "model", name, f"tensor {missing[0]} is missing from the checkpoint", "fetch the checkpoint again"
         )
     return model
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' own progress bar: it is shown even where there is no terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class _Probe:
     shapes: list[LayerShape] = field(default_factory=list)
 
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _current: ContextVar[_Step | _Probe | None] = ContextVar("faircopy_step", default=None)
 
 
@@ -74,6 +76,7 @@ class TransformersModel:
         self.dtype, self.device = model.dtype, model.device
         self._model = model
         self._mode = RowInvariant(self.device) if exact else None
+        self._one_at_a_time = Lock()  # several LLMs may share this model, and hooks belong to a forward
         _switch(name, model, ATTENTION)
         probe = self._probe(config.num_hidden_layers)
         self.layers, self._layers = probe.shapes, probe.layers
@@ -83,11 +86,17 @@ class TransformersModel:
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         tapped = contextlib.nullcontext() if taps is None else tapping(self._model, taps)
-        with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext(), tapped:
+        with self._one_at_a_time, _running(_Step(packed, cache, self._layers)), self._mode or _NOTHING, tapped:
             logits = self._call(packed.ids, packed.positions, packed.wanted)
         if taps is not None:
             taps.states = {layer: states[0] for layer, states in taps.states.items()}
         return logits
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of packed products, and of all parameters whose memory was not released."""
+        packed = 0 if self._mode is None else self._mode.nbytes
+        return packed + sum(int(p.untyped_storage().nbytes()) for p in self._model.parameters())
 
     def token_weights(self) -> TokenWeights:
         """Embedding and head; rows that only a product keeps are taken out of it."""
@@ -148,8 +157,8 @@ class TransformersModel:
     def release_weights(self) -> int:
         """Free the stock copies of weights that CPU products have packed copies of; returns the bytes freed.
 
-        A weight stays if a module other than a linear layer or an embedding owns it. All stay if the model computes something else
-        without them. Afterwards `reference` has nothing to compute with.
+        A weight stays if a module other than a linear layer or an embedding owns it. All stay if the model computes
+        something else without them. Afterwards `reference` has nothing to compute with.
         """
         if self._mode is None or self.device.type != "cpu":
             return 0
@@ -179,7 +188,9 @@ class TransformersModel:
             parameter
             for parameter, kinds in owners.items()
             if parameter not in kept
-            and all(issubclass(k, (nn.Linear, Conv1D)) or (issubclass(k, nn.Embedding) and parameter in rows) for k in kinds)
+            and all(
+                issubclass(k, (nn.Linear, Conv1D)) or (issubclass(k, nn.Embedding) and parameter in rows) for k in kinds
+            )
         }
 
     def _one_token(self) -> Tensor:

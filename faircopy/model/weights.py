@@ -109,8 +109,9 @@ class Weights(Generic[P]):
         own = source.tensors("lm_head.weight")
         head = embedding if own is None else own
         self.head, self.head_bytes = products.linear(head, source.tensors("lm_head.bias"), source.exact), head.nbytes
-        shared = self.head if own is None and isinstance(self.head, PackedWeight) else None
-        self._embedding, self._shared = None if shared else embedding, shared
+        shared: Product = self.head
+        self._shared = shared if own is None and isinstance(shared, PackedWeight) else None
+        self._embedding = embedding if self._shared is None else None
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
@@ -121,16 +122,18 @@ class Weights(Generic[P]):
         return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in s.windows]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all products and of the embedding, if that is kept beside them."""
+        return self.layer_bytes + self.head_bytes + (0 if self._embedding is None else self._embedding.nbytes)
+
+    @property
     def embedding(self) -> Tensor:
         """[V, hidden]; read from the checkpoint again where only the head's product is kept."""
         return self._need("model.embed_tokens.weight") if self._embedding is None else self._embedding
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embeddings [T, hidden] of tokens; a head that shares them keeps them once, in its product."""
-        if self._embedding is None:
-            assert self._shared is not None
-            return self._shared.rows(ids)
-        return self._embedding[ids]
+        return self.embedding[ids] if self._shared is None else self._shared.rows(ids)
 
     def token_weights(self) -> TokenWeights:
         """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""

@@ -47,7 +47,10 @@ class _Element:
         kind = f"<{self.lanes} x {self.scalar}>"
         if not self.short:
             return [f"store {kind} %{value}, ptr {at}, align 4"]
-        return [f"%{value}_short = fptrunc VECTOR %{value} to {kind}", f"store {kind} %{value}_short, ptr {at}, align 2"]
+        return [
+            f"%{value}_short = fptrunc VECTOR %{value} to {kind}",
+            f"store {kind} %{value}_short, ptr {at}, align 2",
+        ]
 
     def fma(self, a: str, b: str, c: str) -> str:
         return f"call VECTOR @llvm.fma.v{self.lanes}f32(VECTOR %{a}, VECTOR %{b}, VECTOR {c})"
@@ -83,7 +86,7 @@ define internal VECTOR @scores(ptr %q, ptr %keys, ptr %slots, i64 %stride) alway
 
 
 def _sums_of_lanes(names: list[str], lanes: int) -> list[str]:
-    """As many vectors as lanes -> %total, whose lane j is the sum of vector j's lanes: neighbours are added, level by level."""
+    """As many vectors as lanes -> %total: its lane j is the sum of vector j's lanes, neighbours first."""
     body: list[str] = []
     level = 0
     while len(names) > 1:

@@ -63,7 +63,7 @@ define internal VECTOR @exp(VECTOR %s) alwaysinline {{
 
 
 def shared_text(name: str, arguments: tuple[tuple[str, str], ...], count: str) -> str:
-    """@name(arguments, threads), which runs @name_part(arguments, first, last) over `count` units on torch's threads."""
+    """@name(arguments, threads): runs @name_part(arguments, first, last) over `count` units on torch's threads."""
     given = ", ".join(f"{kind} %{argument}" for kind, argument in arguments)
     places = [
         f"%{argument}_place = getelementptr %{name}_work, ptr %work, i32 0, i32 {i}"

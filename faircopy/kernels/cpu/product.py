@@ -19,7 +19,7 @@ from faircopy.kernels.memory import use_huge_pages
 
 
 class PackedWeight:
-    """One weight's product: x [M, K] -> [M, N]; with an activation: activation(first half) * second half, [M, N / 2]."""
+    """A weight's product, x [M, K] -> [M, N]; with an activation: activation(first half) * second half."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
         known = processor()
@@ -64,7 +64,7 @@ def fits(weight: Tensor, activation: str | None = None) -> bool:
 
 
 def _panels(weight: Tensor, columns: int, halves: int) -> Tensor:
-    """[N, K] -> 32-bit words [N / columns, K, columns], missing outputs zero; of two halves, a panel has some of each."""
+    """[N, K] -> words [N / columns, K, columns], missing outputs zero; of two halves, a panel has some of each."""
     words = weight.contiguous().view(torch.int32)
     (outputs, inner), width = words.shape, columns // halves
     whole = outputs // columns

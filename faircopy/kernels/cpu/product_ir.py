@@ -94,9 +94,7 @@ def _row_step(r: int, lanes: int, pairs: bool) -> list[str]:
             lines.append(f"%next{r}{c} = call VECTOR {call}(VECTOR %sum{r}{c}, {kind} %factor{r}, {kind} %weight{c})")
         else:
             call = f"@llvm.fma.v{lanes}f32"
-            lines.append(
-                f"%next{r}{c} = call VECTOR {call}(VECTOR %factor{r}, VECTOR %weight{c}, VECTOR %sum{r}{c})"
-            )
+            lines.append(f"%next{r}{c} = call VECTOR {call}(VECTOR %factor{r}, VECTOR %weight{c}, VECTOR %sum{r}{c})")
     return lines
 
 
@@ -123,7 +121,7 @@ def _row_store(r: int, lanes: int, size: int, gated: bool) -> list[str]:
 def _panel_loop(processor: Processor, pairs: bool, gated: bool) -> str:
     """Panels first to last, of each all rows, in tiles of nearly equal height.
 
-    Where a panel is read more than once, the next one is fetched meanwhile; else the processor's own fetching is better.
+    Where a panel is read more than once, the next one is fetched meanwhile; else the processor fetches well enough.
     """
     lanes, most, size = processor.lanes, processor.rows, 2 if pairs else 4
     panel_bytes = 8 * lanes
