@@ -24,7 +24,7 @@ class SamplingOption(NamedTuple):
     help: str
 
 
-# A new field of SamplingParams is one line here. logprobs and prompt_logprobs are not: no command prints them.
+# A new field of SamplingParams is one line here.
 SAMPLING = (
     SamplingOption("max_tokens", int, "Tokens per answer at most."),
     SamplingOption("min_tokens", int, "Tokens per answer at least."),
@@ -36,6 +36,8 @@ SAMPLING = (
     SamplingOption("n", int, "Samples per prompt."),
     SamplingOption("stop", list[str] | None, "End before this text; may be given several times."),
     SamplingOption("stop_token_ids", list[int] | None, "End at this token; may be given several times."),
+    SamplingOption("logprobs", int | None, "Of each token written, and of so many of the best; in --json and --out."),
+    SamplingOption("prompt_logprobs", int | None, "The same of the prompt's tokens."),
     SamplingOption("ignore_eos", bool, "Go on after the model's end token."),
     SamplingOption("repetition_penalty", float, "Above 1: tokens already seen become less likely."),
     SamplingOption("presence_penalty", float, "Taken from the logits of tokens already written."),
