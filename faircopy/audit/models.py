@@ -73,21 +73,27 @@ def audit_models(
     report = Report(f"Audit of {alone.model.name}", audit.shown, audit.settings(), planned=len(plans))
     for done, plan in enumerate(plans, 1):
         tell(done, len(plans) + 1, plan.name)
-        try:
-            run = audit.run(plan, stop)
-        except _Interrupted as interruption:
-            if watch is None or (not report.runs and interruption.run is None):
-                raise KeyboardInterrupt from None
-            run, report.stopped = interruption.run, "interrupted"
-        if run is not None:
-            report.runs.append(run)
-            if watch is not None:
-                watch.on_run(run)
-        if report.stopped or (time.perf_counter() >= stop and done < len(plans)):
-            report.stopped = report.stopped or f"the time of {seconds:g} seconds is over"
+        _add_run(report, audit, plan, stop, watch)
+        if time.perf_counter() >= stop and done < len(plans) and not report.stopped:
+            report.stopped = f"the time of {seconds:g} seconds is over"
+        if report.stopped:
             break
     tell(len(report.runs) + 1, len(plans) + 1, "done")
     return report
+
+
+def _add_run(report: Report, audit: _Audit, plan: _Plan, stop: float, watch: Watch | None) -> None:
+    """Compare once more. With a watch, Ctrl-C keeps what was compared and marks the report."""
+    try:
+        run = audit.run(plan, stop)
+    except _Interrupted as interruption:
+        if watch is None or (not report.runs and interruption.run is None):
+            raise KeyboardInterrupt from None
+        run, report.stopped = interruption.run, "interrupted"
+    if run is not None:
+        report.runs.append(run)
+        if watch is not None:
+            watch.on_run(run)
 
 
 @dataclass(frozen=True, slots=True)

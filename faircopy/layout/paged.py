@@ -48,7 +48,7 @@ class PagedLayout:
         self._dtype = cache_dtype(layers, dtype, device)
         shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._pools = [_pool(shape, self._dtype, device, self.suite is not None) for shape in shapes]
-        self._by_rows = all(has_kernel(layer.head_dim, self._dtype, device) for layer in layers)
+        self._by_rows = bool(layers) and all(has_kernel(layer.head_dim, self._dtype, device) for layer in layers)
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
         self._nodes: dict[Sequence, int] = {}  # how many draft nodes lie behind the tokens

@@ -102,6 +102,4 @@ class AnswerFile:
             if theirs.get(name) != self._params.get(name):
                 said = "left out" if name not in theirs else repr(theirs[name])
                 problem = f"was made with {name} {said}, not {self._params.get(name, 'left out')!r}"
-                raise ConfigError(
-                    OPTION, place, problem, "pass the same options, --overwrite, or another file"
-                )
+                raise ConfigError(OPTION, place, problem, "pass the same options, --overwrite, or another file")
