@@ -1,6 +1,6 @@
 """Tokens per CPU second of this engine and of whichever peers are installed, one thread each, in turns.
 
-python -m benchmarks.cpu_peers [--python openvino=/path/to/python] [--batches 1 8 32] [--tokens 48] [--out FILE.json]
+python -m benchmarks.cpu_peers [--python openvino=/path/to/python] [--shape 1.1b] [--batches 1 8] [--out FILE.json]
 
 Each engine runs in a process of its own (benchmarks/peer_workers.py), with the Python that --python names or this one;
 an engine that does not start is left out, by name. Prompts have 16 to 128 tokens and are read within the measured time.
@@ -27,6 +27,18 @@ from benchmarks.peer_workers import ENGINES
 from faircopy import bundled
 from faircopy.bench.record import write
 
+SHAPES = {
+    "100m": SHAPE,
+    "1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+}
 WORKER = Path(__file__).with_name("peer_workers.py")
 
 
@@ -85,10 +97,10 @@ def main() -> None:
     pythons = dict(pair.split("=", 1) for pair in args.python)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        whole, short = make_pair(Path(folder))
+        whole, short = make_pair(Path(folder), SHAPES[args.shape])
         for dtype in args.dtypes:
             plain: dict[tuple[str, int], list[list[int]]] = {}
-            for draft in ("", short):
+            for draft in ("", short) if not args.plain else ("",):
                 with ExitStack() as stack:
                     workers = [
                         worker
@@ -102,13 +114,15 @@ def main() -> None:
                     for batch in args.batches:
                         rows += compare(workers, batch, args, dtype, bool(draft), plain)
     if args.out:
-        write(args.out, {**vars(args), "shape": SHAPE}, rows)
+        write(args.out, {**vars(args), "shape": SHAPES[args.shape]}, rows)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", nargs="+", default=[*ENGINES])
     parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON")
+    parser.add_argument("--shape", choices=[*SHAPES], default="100m")
+    parser.add_argument("--plain", action="store_true", help="no drafts")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=48)
@@ -117,11 +131,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_pair(folder: Path) -> tuple[str, str]:
-    """The 100M model and its first two layers, with a tokenizer that no engine needs and one insists on."""
+def make_pair(folder: Path, shape: dict[str, int]) -> tuple[str, str]:
+    """A model and its first two layers, with a tokenizer that no engine needs and one insists on."""
     from faircopy.model.loader import load_tokenizer
 
-    model, tokenizer = make_model(), load_tokenizer(bundled.target())
+    model, tokenizer = make_model(shape=shape), load_tokenizer(bundled.target())
     for name, part in (("whole", model), ("short", shorten(model, 2))):
         part.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
