@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from faircopy.types import FinishedStep, Sequence
 
 
-class DraftLengths(Protocol):
-    """Chooses the draft lengths of a step; memory and the sequence's limit may cut them."""
+class DraftLengths(ABC):
+    """Chooses the draft lengths of a step; memory and the sequence's limit may cut them. Only `choose` is needed."""
 
-    @property
-    def reason(self) -> str:
-        """What is chosen at present, and why, in words for people."""
+    reason = "chosen by a class of your own"  # what is chosen at present, and why, in words for people
 
+    @abstractmethod
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         """A number of nodes for each of these sequences, which are the candidates for one step."""
 
-    def observe(self, step: FinishedStep, seconds: float | None) -> None:
+    def observe(self, step: FinishedStep, seconds: float | None) -> None:  # noqa: B027
         """A step has finished. seconds: how long it took; None if that says nothing of decoding."""
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: Sequence) -> None:  # noqa: B027
         """The sequence finished or was preempted."""
 
 
-class _Unlearning:
-    """Lengths that do not depend on what steps gave."""
-
-    def observe(self, step: FinishedStep, seconds: float | None) -> None:
-        """Nothing is learned."""
-
-    def forget(self, seq: Sequence) -> None:
-        """Nothing is known."""
-
-
-class NoLength(_Unlearning):
+class NoLength(DraftLengths):
     """No nodes: plain decoding, whatever number a request asked for."""
 
     reason = "no drafter"
@@ -44,7 +33,7 @@ class NoLength(_Unlearning):
         return [0] * len(seqs)
 
 
-class FixedLength(_Unlearning):
+class FixedLength(DraftLengths):
     """k nodes for every sequence, unless its request asked for a number of its own."""
 
     def __init__(self, k: int) -> None:

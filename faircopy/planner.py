@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from faircopy.draft_length import DraftLengths
 from faircopy.types import FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
@@ -117,7 +118,7 @@ def bucket(batch: int) -> int:
     return 1 << max(0, batch - 1).bit_length()
 
 
-class AutoLength:
+class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
     def __init__(self, max_k: int) -> None:

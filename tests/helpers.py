@@ -11,6 +11,7 @@ import torch
 
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
+from faircopy.draft_length import DraftLengths
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.folder import new_head
 from faircopy.drafters.heads import Head
@@ -114,7 +115,7 @@ def changing(seq: Sequence) -> int:
     return WIDTHS[(seq.steps + seq.id) % len(WIDTHS)]
 
 
-class Lengths:
+class Lengths(DraftLengths):
     """A draft length for each sequence by itself."""
 
     def __init__(self, of: Callable[[Sequence], int]) -> None:

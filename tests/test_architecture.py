@@ -45,7 +45,7 @@ LEVELS: list[set[str]] = [
     {"__main__"},
 ]
 ROOT_FILE = "__init__"  # it only gathers names
-FREE = {("scheduler", "policy"), ("scheduler", "draft_length")}  # the two questions a scheduler asks
+FREE = {("scheduler", "policy"), ("scheduler", "draft_length"), ("planner", "draft_length")}  # what a scheduler asks
 KNOWS_TRANSFORMERS = {"model", "train", "bench"}
 FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train"}
 # Private names that are still imported across modules.

@@ -8,6 +8,7 @@ import pytest
 
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
+from faircopy.draft_length import DraftLengths
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.testing import TableModel
 from faircopy.types import Request, SamplingParams, Sequence
@@ -16,7 +17,7 @@ from tests.helpers import engine_of
 PROMPTS = [(1, 2, 3, 1, 2), (4, 5), (6,) * 40]
 
 
-class Shares:
+class Shares(DraftLengths):
     """Six nodes for the whole batch, in equal shares; remembers what it was asked."""
 
     def __init__(self) -> None:
