@@ -14,6 +14,7 @@ from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.ngram import NgramDrafter
+from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
 from faircopy.layout.base import Layout
@@ -111,6 +112,9 @@ def build_engine(
         layout = strategy.layout(tables, draft, config, True, suite)
         drafter, draft_layouts = ModelDrafter(Runner(draft, layout), target.vocab, chunk, sampled), (layout,)
     drafter = drafter or NoDrafter()
+    if config.drafter_per_request:
+        others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
+        drafter = PerRequestDrafter(drafter, others, target.vocab)
     runner.wants = drafter.wants
     captured = None if sampled or not config.graphs else build_captured(runner, drafter, config)
     plain = type(drafter) is NoDrafter  # a subclass may draft

@@ -278,8 +278,10 @@ class CapturedRunner:
 
 
 def _plain(seq: Sequence) -> bool:
-    """Whether its tokens can be chosen without the host."""
+    """Whether its tokens can be drafted and chosen without the host."""
     params = seq.params
+    if seq.drafts_itself:
+        return False
     return not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
 
 
