@@ -125,7 +125,7 @@ class Reader:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.function.name},
-                    "arguments": tool.function.parameters or {"type": "object"},
+                    "arguments": {"type": "object", "additionalProperties": False, **(tool.function.parameters or {})},
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,

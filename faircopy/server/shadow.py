@@ -76,10 +76,10 @@ class ShadowAudit:
         if self._checking is not None and self._checking[1].finished is not None:
             written, seq = self._checking
             self._checking = None
-            self.checked += 1
             if (seq.output, seq.finished) != (written.tokens, written.finished):
                 self.mismatches += 1
                 self._report(written, seq)
+            self.checked += 1
 
     def give_up(self, failed: list[Sequence]) -> None:
         """A step failed; the check is not repeated if it was part of it."""
