@@ -8,6 +8,8 @@ import json
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -60,10 +62,10 @@ def server(llm: LLM) -> Iterator[Running]:
         yield running
 
 
-def table(**options: Any) -> LLM:
+def table(context: int = 4096, **options: Any) -> LLM:
     """A model that costs nothing."""
     return LLM(
-        TableModel(vocab=256, context=4096),
+        TableModel(vocab=256, context=context),
         tokenizer=ByteTokenizer(),
         drafter_per_request=True,
         memory="64MiB",
@@ -401,7 +403,7 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back() -> None:
 def test_a_deadline_ends_a_request() -> None:
     with serving(slow(table()), deadline=5.0) as server:
         body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "timeout": 0.1}
-        assert server.fails(COMPLETIONS, 504, **body)["code"] == "deadline_exceeded"
+        assert server.fails(COMPLETIONS, 408, **body)["code"] == "deadline_exceeded"
         assert server.events(COMPLETIONS, **body)[-1]["error"]["code"] == "deadline_exceeded"
         server.settle()
 
@@ -600,3 +602,17 @@ def test_the_openai_client_works(server: Running) -> None:
         asyncio.run(streamed())
         == server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
     )
+
+
+def test_schemathesis_finds_nothing() -> None:
+    """Requests made from openapi.json: no undocumented status, type or shape, and nothing invalid is accepted.
+
+    One check is left out: what the schema allows may still be refused, for example a token id beyond the vocabulary.
+    """
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    command = [sys.executable, "-m", "schemathesis.cli", "run", "--no-color", "--seed=1", "--max-examples=5"]
+    command += ["--request-timeout=30", "--exclude-checks=positive_data_acceptance"]
+    with serving(table(context=64)) as server:
+        found = subprocess.run([*command, f"{server.url}/openapi.json"], capture_output=True, text=True, timeout=300)
+        assert found.returncode == 0, found.stdout
+        server.settle()

@@ -42,11 +42,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "the request cannot be served; the error names the field",
         401: "no API key, or not a known one",
         404: "no such path or model",
+        408: "the deadline has passed",
         413: "the body is too large",
         429: "the queue is full",
         500: "the server failed",
         503: "the server is starting, ending or broken",
-        504: "the deadline has passed",
     }.items()
 }
 
@@ -81,7 +81,8 @@ class _Routes:
         self._service, self._reader, self._llm = service, reader, service.llm
         self._names, self._started = TokenNames(service.llm), int(time.time())
         self._fingerprint = _fingerprint(service.llm)
-        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        events = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        stream = {"text/event-stream": {"schema": events}}
         for path, endpoint, model in (
             ("/v1/completions", self.completions, protocol.CompletionAnswer),
             ("/v1/chat/completions", self.chat, protocol.ChatAnswer),

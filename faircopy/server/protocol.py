@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -15,6 +15,14 @@ class Body(BaseModel):
     """A request's body: types are not converted, fields that are not known are left alone."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def whole_numbers(cls, values: Any) -> Any:
+        """1.0 is a whole number in JSON."""
+        if not isinstance(values, dict):
+            return values
+        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in values.items()}
 
 
 class StreamOptions(Body):

@@ -149,7 +149,7 @@ class Job:
 
     def _note(self, news: dict[int, list[Update]], index: int, update: Update) -> None:
         if update is LATE:
-            raise ApiError(504, f"not finished within {self._deadline:g} s", "timeout", "deadline_exceeded")
+            raise ApiError(408, f"not finished within {self._deadline:g} s", "timeout", "deadline_exceeded")
         if update.error is not None:
             raise update.error
         news.setdefault(index, []).append(update)
