@@ -23,6 +23,7 @@ from faircopy.server.writing import (
 )
 
 Json = dict[str, Any]
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 
 
@@ -111,7 +112,7 @@ class Writer:
 
 
 def event(body: Json) -> bytes:
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_compact(body)}\n\n".encode()
 
 
 class CompletionShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from types import FrameType
 
 import uvicorn
@@ -16,6 +17,7 @@ from faircopy.server.service import Service
 from faircopy.server.settings import ServerConfig
 
 log = logging.getLogger("faircopy.server")
+SWITCH_INTERVAL = 0.0005  # Python's 5 ms let the front end hold up the engine's thread for whole steps
 
 
 class Server(uvicorn.Server):
@@ -44,6 +46,7 @@ class Server(uvicorn.Server):
 
 def make_server(llm: LLM, config: ServerConfig) -> Server:
     """A server that is ready to run."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(llm, config)
     tracing.set_up()
     options = uvicorn.Config(
