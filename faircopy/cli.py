@@ -127,11 +127,19 @@ def chat(
     threads: Threads = None,
     exact: Exact = True,
     system: System = None,
+    url: Annotated[str | None, typer.Option(help="Talk to an OpenAI-compatible server instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="With --url.")] = None,
 ) -> None:
     """Talk to a model; earlier turns stay in the cache."""
     from faircopy.terminal.chat import chat as run
+    from faircopy.terminal.remote_chat import RemoteModel
 
-    run(_llm(target, draft, k, **_engine_options(dtype, device, memory, threads, exact)), params, system=system)
+    if url is not None and (target or draft):
+        raise ConfigError("--url", url, "given beside a model", "talk to a server or to a model")
+    options = _engine_options(dtype, device, memory, threads, exact)
+    llm = RemoteModel(url, model, api_key) if url is not None else _llm(target, draft, k, **options)
+    run(llm, params, system=system)
 
 
 def _read_config(ctx: typer.Context, file: str | None) -> str | None:

@@ -68,7 +68,7 @@ def serving(llm: LLM, **options: Any) -> Iterator[Running]:
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
-    running = Running(server, server._service)
+    running = Running(server, server.service)
     try:
         yield running
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -616,3 +617,31 @@ def test_schemathesis_finds_nothing() -> None:
         found = subprocess.run([*command, f"{server.url}/openapi.json"], capture_output=True, text=True, timeout=300)
         assert found.returncode == 0, found.stdout
         server.settle()
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Running) -> None:
+    server.post(COMPLETIONS, prompt=STORY, max_tokens=8)
+    server.fails(COMPLETIONS, 400, prompt=STORY, temperature=-1)
+    there = {line.partition("{")[0] for line in server.http.get("/metrics").text.splitlines()}
+    board = json.loads((Path(__file__).parents[1] / "deploy" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"faircopy_\w+", target["expr"])
+    }
+    assert len(asked) > 15 and asked <= there
+
+
+def test_chat_talks_to_a_server(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    from faircopy.terminal.chat import chat
+    from faircopy.terminal.remote_chat import RemoteModel
+
+    lines = iter(["Once upon a time there was a dog.", "/quit"])
+    params = SamplingParams(max_tokens=12)
+    chat(RemoteModel(server.url, None, None), params, read=lambda prompt: next(lines))
+    wanted = server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
+    shown = capsys.readouterr().out
+    assert wanted in shown and "(12 tokens" in shown
+    with pytest.raises(ValueError, match="cannot be reached"):
+        RemoteModel("http://127.0.0.1:9", None, None)

@@ -25,19 +25,19 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.draining:
+        if self.service.draining:
             log.warning("second signal: ending at once")
             self.force_exit = True
         else:
-            log.info("draining %d sequences; a second signal ends at once", self._service.open)
-        self._service.draining = True
+            log.info("draining %d sequences; a second signal ends at once", self.service.open)
+        self.service.draining = True
         super().handle_exit(sig, frame)
 
     async def main_loop(self) -> None:
-        reports = asyncio.create_task(report_speculation(self._service))
+        reports = asyncio.create_task(report_speculation(self.service))
         try:
             await super().main_loop()
         finally:
