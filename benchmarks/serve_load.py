@@ -14,12 +14,11 @@ import asyncio
 import json
 import multiprocessing
 import statistics
-import threading
 import time
 from typing import Any
 
 from faircopy import LLM, SamplingParams
-from faircopy.server.run import make_server
+from faircopy.server.run import in_thread
 from faircopy.server.settings import ServerConfig
 from faircopy.testing import ByteTokenizer, TableModel
 
@@ -97,16 +96,10 @@ def main() -> None:
     ]
     through_engine(llm, prompts, params)  # what is done once
     alone = [through_engine(llm, prompts, params) for _ in range(args.rounds)]
-    server = make_server(llm, ServerConfig(port=0))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    through_server(port, bodies)
-    served = [through_server(port, bodies) for _ in range(args.rounds)]
-    server.should_exit = True
-    thread.join()
+    with in_thread(llm, ServerConfig(port=0)) as server:
+        port = int(server.url.rpartition(":")[2])
+        through_server(port, bodies)
+        served = [through_server(port, bodies) for _ in range(args.rounds)]
     report(args, alone, [seconds for seconds, _ in served], [first for _, firsts in served for first in firsts])
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from faircopy import LLM, bundled
-from faircopy.server.run import Server, make_server
+from faircopy.server.run import in_thread
 from faircopy.server.settings import ServerConfig
 
 KINDS: list[dict[str, Any]] = [
@@ -127,51 +127,42 @@ def resources() -> dict[str, float]:
     }
 
 
-def start(args: argparse.Namespace) -> tuple[Server, threading.Thread, LLM]:
-    llm = LLM(bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="6MiB", threads=1)
-    server = make_server(llm, ServerConfig(port=0, max_queue=40, shadow_audit=0.05))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    return server, thread, llm
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
-    server, thread, llm = start(args)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url, source = f"http://127.0.0.1:{port}", random.Random(0)
-    prompts = bundled.prompts()
+    llm = LLM(bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="6MiB", threads=1)
+    with in_thread(llm, ServerConfig(port=0, max_queue=40, shadow_audit=0.05)) as server:
+        soak = prepare(server.url, args.seconds)
+        before = asyncio.run(run(soak, args))
+        settle(llm)
+        after = resources()
+    print(f"{args.seconds:g} s, {args.clients} clients: {dict(sorted(soak.counts.items()))}")
+    print(f"preemptions {llm.engine.scheduler.preemptions}, pages held {llm.engine.tables.held()}")
+    print(f"shadow audit: {server.service.audit.state()}")
+    print(f"after a quarter of the time {rounded(before)}, at the end {rounded(after)}")
+    print(f"wrong: {len(soak.wrong)} {soak.wrong[:3]}")
+    leaks = llm.engine.tables.held() or after["threads"] > before["threads"] or after["files"] > before["files"]
+    raise SystemExit(1 if soak.wrong or leaks or after["MiB"] - before["MiB"] > 40 else 0)
+
+
+def prepare(url: str, seconds: float) -> Soak:
+    """Requests, and what each gives alone."""
+    source, prompts = random.Random(0), bundled.prompts()
     bodies = [
         {
             "prompt": prompts[n][: source.randint(20, 300)],
             "max_tokens": source.randint(5, 40),
             "seed": n,
-            **KINDS[n % 7],
+            **KINDS[n % len(KINDS)],
         }
         for n in range(42)
     ]
     with httpx.Client(base_url=url, timeout=120) as http:
         alone = [http.post("/v1/completions", json={**body, "speculative": False}).json() for body in bodies]
     wanted = [[choice["text"] for choice in answer["choices"]] for answer in alone]
-    soak = Soak(url, bodies, wanted, time.monotonic() + args.seconds)
-    before = asyncio.run(run(soak, args))
-    settle(llm)
-    after = resources()
-    print(f"{args.seconds:g} s, {args.clients} clients: {dict(sorted(soak.counts.items()))}")
-    print(f"preemptions {llm.engine.scheduler.preemptions}, pages held {llm.engine.tables.held()}")
-    print(f"shadow audit: {server.service.audit.state()}")
-    print(f"after a quarter of the time {rounded(before)}, at the end {rounded(after)}")
-    print(f"wrong: {len(soak.wrong)} {soak.wrong[:3]}")
-    server.should_exit = True
-    thread.join(20)
-    leaks = llm.engine.tables.held() or after["threads"] > before["threads"] or after["files"] > before["files"]
-    grown = after["MiB"] - before["MiB"]
-    raise SystemExit(1 if soak.wrong or leaks or grown > 40 else 0)
+    return Soak(url, bodies, wanted, time.monotonic() + seconds)
 
 
 async def run(soak: Soak, args: argparse.Namespace) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +11,16 @@ from typing import Any
 import httpx
 
 from faircopy import LLM
-from faircopy.server.run import Server, make_server
-from faircopy.server.service import Service
+from faircopy.server.run import Server, in_thread
 from faircopy.server.settings import ServerConfig
 
 
 class Running:
     """A server that runs, and a client for it."""
 
-    def __init__(self, server: Server, service: Service) -> None:
-        self.server, self.service = server, service
-        self.port = server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, server: Server) -> None:
+        self.server, self.service, self.url = server, server.service, server.url
+        self.port = int(server.url.rpartition(":")[2])
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -61,18 +58,10 @@ class Running:
 
 @contextmanager
 def serving(llm: LLM, **options: Any) -> Iterator[Running]:
-    """Run a server for a model; it drains at the end."""
-    server = make_server(llm, ServerConfig(port=0, **options))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.01)
-    running = Running(server, server.service)
-    try:
-        yield running
-    finally:
-        running.http.close()
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive(), "the server did not end"
+    """Run a server for a model, and a client for it."""
+    with in_thread(llm, ServerConfig(port=0, **options)) as server:
+        running = Running(server)
+        try:
+            yield running
+        finally:
+            running.http.close()

@@ -224,6 +224,39 @@ def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
         assert streamed["delta"]["tool_calls"][0]["function"] == call and streamed["finish_reason"] == "tool_calls"
 
 
+def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None:
+    from faircopy.model.loader import response_template
+    from faircopy.server.protocol import ChatRequest
+    from faircopy.server.tools import ToolReader
+
+    assert response_template(bundled.target(), llm.tokenizer) is None
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "Hello",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": "<|end|>", "content": "text"},
+        },
+    }
+    body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    reader = ToolReader(body, llm.tokenizer, template)
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    prompt, ids = llm.encode("Hello"), llm.tokenizer.encode  # type: ignore[union-attr]
+    message, called = reader.message("", prompt, ids(f"<think>Where?</think>{call}", add_special_tokens=False))
+    assert called and message["reasoning_content"] == "Where?"
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    message, called = reader.message("x", prompt, ids("It rains.", add_special_tokens=False))
+    assert not called and message["content"] == "It rains."
+    assert not ToolReader(body, llm.tokenizer, None).active
+
+
 # What it refuses.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,16 @@ def captured_drafter(drafter: Drafter, num_slots: int) -> CapturedDrafter | None
 def _place(kind: type, method: str) -> int:
     """Where in the order of inheritance a method is defined."""
     return next(n for n, parent in enumerate(kind.__mro__) if method in parent.__dict__)
+
+
+def chains(batch: Batch, chain: Callable[[Sequence, int], list[int]]) -> Draft:
+    """A chain of at most max_nodes for each sequence that gets one: chain(sequence, max_nodes)."""
+    return Draft.chains(
+        [
+            chain(seq, max_nodes) if max_nodes and batch.complete(i) else []
+            for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
+        ]
+    )
 
 
 def certain(tokens: list[int], vocab: int) -> list[Tensor]:

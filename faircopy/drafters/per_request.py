@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from faircopy.drafters.base import Drafter, captured_drafter, certain
+from faircopy.drafters.base import Drafter, captured_drafter, certain, chains
 from faircopy.model.runner import Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
@@ -26,12 +26,7 @@ class PredictionDrafter(Drafter):
         self._places: dict[Sequence, tuple[int, int]] = {}  # output length, and the place in the prediction behind it
 
     def propose(self, batch: Batch) -> Draft:
-        return Draft.chains(
-            [
-                self._chain(seq, max_nodes) if max_nodes and batch.complete(i) else []
-                for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
-            ]
-        )
+        return chains(batch, self._chain)
 
     def forget(self, seq: Sequence) -> None:
         self._places.pop(seq, None)

@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from faircopy import __version__
 from faircopy.errors import FaircopyError, RequestError
 from faircopy.llm import LLM
+from faircopy.model.loader import response_template
 from faircopy.server import protocol
 from faircopy.server.answers import ChatShape, CompletionShape, Shape, Writer
 from faircopy.server.errors import ApiError, as_api_error, error_body, invalid_body
@@ -81,6 +82,7 @@ class _Routes:
         self._service, self._reader, self._llm = service, reader, service.llm
         self._names, self._started = TokenNames(service.llm), int(time.time())
         self._fingerprint = _fingerprint(service.llm)
+        self._template = response_template(service.llm.model.name, service.llm.tokenizer)
         events = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         stream = {"text/event-stream": {"schema": events}}
         for path, endpoint, model in (
@@ -111,7 +113,7 @@ class _Routes:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         asked = await asyncio.to_thread(self._reader.chat, body)
-        shape = ChatShape(body, ToolReader(body, self._llm.tokenizer), self._names)
+        shape = ChatShape(body, ToolReader(body, self._llm.tokenizer, self._template), self._names)
         return await self._answer(request, body, asked, shape, "chatcmpl")
 
     async def tokenize(self, body: TokenizeRequest) -> Response:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -26,6 +30,12 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.service = service
+
+    @property
+    def url(self) -> str:
+        """Where it listens; port 0 was any."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
@@ -60,3 +70,20 @@ def make_server(llm: LLM, config: ServerConfig) -> Server:
         timeout_keep_alive=30,
     )
     return Server(app.state.service, options)
+
+
+@contextmanager
+def in_thread(llm: LLM, config: ServerConfig) -> Iterator[Server]:
+    """A server in a thread of this process, for tests and benchmarks; it drains at the end."""
+    server = make_server(llm, config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"

@@ -18,15 +18,14 @@ Json = dict[str, Any]
 class ToolReader:
     """Turns a finished text into a message, with calls where there are some.
 
-    A tokenizer with a `response_template` reads its own model's format (transformers' `parse_response`). Without one
-    the text is passed on as it is.
+    A model whose format transformers knows has a response template, and its tokenizer's `parse_response` reads it.
+    Without one the text is passed on as it is.
     """
 
-    def __init__(self, body: ChatRequest, tokenizer: Any | None) -> None:
-        self._forced = forced_tools(body) is not None
-        own = getattr(tokenizer, "response_template", None) is not None
+    def __init__(self, body: ChatRequest, tokenizer: Any | None, template: Json | None) -> None:
+        self._forced, self._template = forced_tools(body) is not None, template
         wanted = bool(body.tools) and body.tool_choice != "none"
-        self._parser = tokenizer if own and wanted and not self._forced else None
+        self._parser = tokenizer if template is not None and wanted and not self._forced else None
         self._tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
 
     @property
@@ -53,14 +52,15 @@ class ToolReader:
     def _parsed(self, text: str, prompt: Seq[int], tokens: Seq[int]) -> tuple[Json, bool]:
         assert self._parser is not None, "asked only where there is one"
         try:
-            found = self._parser.parse_response(list(tokens), prefix=list(prompt), tools=self._tools)
+            found = self._parser.parse_response(list(tokens), self._template, prefix=list(prompt), tools=self._tools)
         except Exception:  # what a model writes need not be in its format
-            log.warning("a text could not be parsed by the tokenizer's response_template")
+            log.warning("a text could not be parsed with the model's response template")
             return _plain(text), False
         calls = [call["function"] for call in found.get("tool_calls") or ()]
         message = _plain(found.get("content"))
-        if found.get("thinking"):
-            message["reasoning_content"] = found["thinking"]
+        thought = found.get("reasoning_content") or found.get("thinking")
+        if thought:
+            message["reasoning_content"] = thought
         if not calls:
             return {**message, "content": message["content"] or ""}, False
         return {**message, "tool_calls": [_call(call["name"], call.get("arguments", {})) for call in calls]}, True
