@@ -1,6 +1,6 @@
 """Everything about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
 
-python -m benchmarks.gpu --out FOLDER [--parts kernels steps exact speed transformers] [--minutes 8] [--small]
+python -m benchmarks.gpu --out FOLDER [--parts kernels steps exact speed sampling transformers] [--minutes 8] [--small]
 
 Results are written as they come, one JSON file per part. --small runs the whole script on tiny shapes, on any device.
 """
@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -190,6 +191,42 @@ def speed(session: Session) -> Rows:
             del llm, clock
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T .8": {"temperature": 0.8},
+    "top-p .95": {"temperature": 0.8, "top_p": 0.95},
+    "top-k 20": {"temperature": 0.8, "top_k": 20},
+    "top-k 20, top-p .95": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    "min-p .05": {"temperature": 0.8, "min_p": 0.05},
+    "repetition 1.1": {"repetition_penalty": 1.1},
+    "logprobs 5": {"logprobs": 5},
+}
+
+
+def sampling(session: Session) -> Rows:
+    """Tokens a second with each kind of sampling parameter: prompts of 300 tokens, 128 new ones."""
+    small = session.args.small
+    length, tokens = (24, 8) if small else (300, 128)
+    for batch in (1, 2) if small else (8, 64, 32, 1):
+        prompts = [(prompt * 20)[:length] for prompt in session.prompts(batch)]
+        for drafter, k in ((None, 0), ("model", 4)):
+            llm = session.llm("widened", drafter, k=k, max_batch=batch, memory="16MiB" if small else "24GiB")
+            texts(llm, prompts, params(batch, 4, 0.0))
+            for name, options in KINDS.items():
+                if session.late:
+                    return
+                wanted = [SamplingParams(max_tokens=tokens, seed=n, ignore_eos=True, **options) for n in range(batch)]
+                texts(llm, prompts, [replace(one, max_tokens=4) for one in wanted])
+                before = llm.metrics()
+                rate = timed(llm, prompts, wanted)
+                steps = llm.metrics()["steps"] - before["steps"]
+                yield {
+                    "pair": "widened", "batch": batch, "drafter": drafter or "none", "k": k, "parameters": name,
+                    "tokens_per_s": rate, "steps": steps, "captured": llm.explain()["captured_steps"],
+                }  # fmt: skip
+            del llm
+
+
 def timed(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> float:
     synchronize()
     begin = time.perf_counter()
@@ -279,7 +316,14 @@ def generated(session: Session, model: Any, batch: int, tokens: int, **options: 
     return (out.shape[1] - ids.shape[1]) * batch / (time.perf_counter() - begin)
 
 
-PARTS = {"kernels": kernels, "steps": steps, "exact": exact, "speed": speed, "transformers": transformers}
+PARTS = {
+    "kernels": kernels,
+    "steps": steps,
+    "exact": exact,
+    "speed": speed,
+    "sampling": sampling,
+    "transformers": transformers,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

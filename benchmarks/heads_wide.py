@@ -80,8 +80,8 @@ def wide_wants(small: Head, wide: Head) -> tuple[int, ...]:
     return tuple(FINAL if want == FINAL else want * more // layers for want in small.wants)
 
 
-def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
-    """A random head of the same method, at the wide shape."""
+def wide_head(small: Head, shape: dict[str, Any], target: Model, **changes: Any) -> Head:
+    """A random head at the wide shape, of the same method unless `changes` name another."""
     sizes = BlockShape(
         hidden=shape["hidden_size"],
         heads=shape["num_attention_heads"],
@@ -93,9 +93,8 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model) -> Head:
     options = dict(small.config.options)
     if options.pop("words", None) or options.get("draft_vocab"):
         options["draft_vocab"] = min(32000, shape["vocab_size"])
-    config: HeadConfig = replace(
-        small.config, shape=sizes, vocab=shape["vocab_size"], depth=shape["num_hidden_layers"], options=options
-    )
+    widths = {"shape": sizes, "vocab": shape["vocab_size"], "depth": shape["num_hidden_layers"], "options": options}
+    config: HeadConfig = replace(small.config, **{**widths, **changes})
     with target.device:
         return METHODS[config.method](config).to(target.dtype)
 

@@ -2,13 +2,15 @@
 
     python -m benchmarks.invariance rows --out FILE [--device cuda] [--sizes 640 1024 ...] [--workers 8]
     python -m benchmarks.invariance operations --out FILE
+    python -m benchmarks.invariance heads --out FILE [--sizes 640 1024 ...]
     python -m benchmarks.invariance table --results FILE ...
     python -m benchmarks.invariance texts --out FILE --models DIR[=backend] ... --prompts spec_bench.jsonl
 
 `rows` compares rows alone with the same rows in passes of 2 to 700 rows (`faircopy.model.selftest`) for every
-architecture of tests/zoo.py at widths of real models. `operations` does so for single torch functions, stock and
-replaced. `texts` compares what real models write: plain and n-gram, batches 1 to 64, greedy and sampled; in float32
-with transformers' generate().
+architecture of tests/zoo.py at widths of real models; on a GPU also in a pass of 4,096 rows. `operations` does so for
+single torch functions, stock and replaced. `heads` compares texts drafted by each kind of draft head with plain ones,
+at the same widths. `texts` compares what real models write: plain and n-gram, batches 1 to 64, greedy and sampled; in
+float32 with transformers' generate().
 """
 
 from __future__ import annotations
@@ -28,8 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy import LLM, SamplingParams
+from benchmarks.heads_wide import WidenedHead, wide_head
+from benchmarks.widen import widened_model
+from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
+from faircopy.drafters.folder import LEVELS, METHODS, load_head
+from faircopy.drafters.heads import Head
+from faircopy.drafters.networks.eagle3 import options_for
 from faircopy.errors import UnsupportedModel
 from faircopy.model.base import Model
 from faircopy.model.bits import same_bits
@@ -59,6 +66,7 @@ def row_tasks(args: argparse.Namespace) -> list[tuple[Any, ...]]:
 
 
 AT_ALL_SIZES = ("gemma", "llama", "qwen3")
+LARGE = 4096  # rows: prompts on a GPU are read in passes of thousands
 
 
 def compare_rows(name: str, size: str, dtype: str, device: str, backend: str) -> Row | None:
@@ -91,14 +99,15 @@ def wide_model(name: str, size: str, dtype: torch.dtype, device: torch.device, b
 
 def verdict(model: Model) -> Row:
     """Passes of all sizes, and how long the load-time test takes once its kernels are compiled."""
-    trial = RowTrial(model, max(ROWS))
-    wrong = {rows: found for rows in ROWS if (found := trial.difference(rows)) is not None}
+    passes = ROWS if model.device.type == "cpu" else (*ROWS, LARGE)
+    trial = RowTrial(model, max(passes))
+    wrong = {rows: found for rows in passes if (found := trial.difference(rows)) is not None}
     begin = time.perf_counter()
     if not wrong:
         self_test(model, True)
     return {
         "verdict": "differs" if wrong else "proven",
-        "passes": list(ROWS),
+        "passes": list(passes),
         "compared": trial.compared,
         "differing": wrong,
         "self_test_s": time.perf_counter() - begin,
@@ -180,6 +189,75 @@ def operations_part(args: argparse.Namespace) -> Iterator[Row]:
             for dtype in (torch.bfloat16, torch.float32):
                 for replaced in (False, True):
                     yield compare_operation(name, width, dtype, device, replaced)
+
+
+# heads: texts drafted by draft heads
+
+
+def compare_heads(size: str, dtype: str, device: str) -> list[Row]:
+    """The bundled target at one width: texts drafted by each kind of head, in a batch, against plain ones alone."""
+    kind, place = DTYPES[dtype], torch.device(device)
+    small, shape = load_model(bundled.target(), kind, place), head_shape(size)
+    target = widened_model(bundled.target(), shape, dtype=kind, device=place)
+    tokenizer: Any = load_tokenizer(bundled.target())
+    prompts = [list(tokenizer.encode(text))[:48] for text in bundled.prompts()]
+    plain = {t: drafted_texts(target, None, prompts, t)[0] for t in (0.0, 0.8)}
+    lonely = {t: drafted_texts(target, None, prompts[:8], t, batch=1)[0] for t in plain}
+    about: Row = {"size": size, "dtype": dtype, "device": device}
+    found = [{**about, "draft": "none", "batch": 1, **same_texts(lonely, plain)}]
+    for method in METHODS:
+        head, accepted = head_of(method, small, shape, target), {}
+        texts = {}
+        for t in plain:
+            texts[t], accepted[t] = drafted_texts(target, head, prompts, t)
+        found.append({**about, "draft": method, "batch": 64, "accepted": accepted, **same_texts(texts, plain)})
+    return found
+
+
+def head_shape(size: str) -> Row:
+    """A Qwen3 configuration of this width with at least the bundled target's number of heads."""
+    hidden, intermediate, heads, kv_heads, head_dim = SIZES[size]
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": 8, "num_attention_heads": max(heads, 8),
+        "num_key_value_heads": max(kv_heads, 2), "head_dim": head_dim, "intermediate_size": intermediate,
+        "vocab_size": 32000, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def head_of(method: str, small: Model, shape: Row, target: Model) -> Head:
+    """The bundled Clover head at this width; the other methods with random weights, whose guesses are rejected."""
+    clover = load_head(str(bundled.folder() / "clover"), small).to(target.dtype)
+    if method == "clover":
+        return WidenedHead(clover, wide_head(clover, shape, target)).bind(target.token_weights())
+    options = options_for(target.vocab, {}) if method == "eagle3" else {}
+    head = wide_head(clover, shape, target, method=method, levels=LEVELS[method], options=options)
+    return head.bind(target.token_weights()).serve()
+
+
+def drafted_texts(
+    target: Model, draft: Head | None, prompts: list[list[int]], temperature: float, batch: int = 64
+) -> tuple[list[list[int]], float]:
+    """Texts of 32 tokens, and the share of draft tokens that was accepted."""
+    memory = "4GiB" if target.device.type == "cuda" else "256MiB"
+    options: Row = {"max_batch": batch, "memory": memory, "device": target.device.type, "dtype": str(target.dtype)[6:]}
+    llm = LLM(target, draft, k=4 if draft is not None else 0, **options)
+    params = [
+        SamplingParams(max_tokens=32, temperature=temperature, seed=n, ignore_eos=True) for n in range(len(prompts))
+    ]
+    answers = llm.generate(prompts, params, progress=False)
+    drafted = sum(answer.drafted for answer in answers)
+    return [answer.token_ids for answer in answers], round(sum(a.accepted for a in answers) / max(1, drafted), 3)
+
+
+def same_texts(texts: dict[float, list[list[int]]], plain: dict[float, list[list[int]]]) -> Row:
+    pairs = [(a, b) for t in texts for a, b in zip(texts[t], plain[t], strict=False)]
+    return {"identical": sum(a == b for a, b in pairs), "of": len(pairs)}
+
+
+def heads_part(args: argparse.Namespace) -> Iterator[Row]:
+    tasks = [partial(compare_heads, size, dtype, args.device) for size in args.sizes for dtype in args.dtypes]
+    for rows in in_parallel(args.workers, tasks):
+        yield from rows
 
 
 # texts: real models
@@ -322,7 +400,13 @@ def in_parallel(workers: int, tasks: list[Callable[[], Any]]) -> Iterator[Any]:
             yield done.result()
 
 
-PARTS = {"rows": rows_part, "operations": operations_part, "texts": texts_part, "table": table_part}
+PARTS = {
+    "rows": rows_part,
+    "operations": operations_part,
+    "heads": heads_part,
+    "texts": texts_part,
+    "table": table_part,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -116,26 +116,30 @@ def build_engine(
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others, target.vocab)
     runner.wants = drafter.wants
-    captured = None if sampled or not config.graphs else build_captured(runner, drafter, config)
+    steps = build_captured(runner, drafter, config)
+    captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
     lengths = NoLength() if plain else draft_lengths or FixedLength(config.k)
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, captured, draft_layouts)
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts)
 
 
-def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | None:
-    """Captured steps, where all parts of a step are kernels; None: every step is eager."""
+def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | str:
+    """Captured steps, where all parts of a step can be captured; else why every step is eager."""
     layout = target.layout
+    if config.verifier == "rejection" or not config.graphs:
+        return "rejection sampling draws on the host" if config.graphs else "graphs=False"
     if not isinstance(layout, PagedLayout) or layout.suite is None:
-        return None
-    from faircopy.capture import can_capture
+        return f"strategy {config.strategy!r} on {target.model.device.type} has no captured steps"
+    from faircopy.capture import eager_because
     from faircopy.replay import CapturedRunner
 
-    captured = captured_drafter(drafter, config.max_batch) if can_capture(target.model, layout) else None
+    problem = eager_because(target.model, layout)
+    captured = captured_drafter(drafter, config.max_batch) if problem is None else None
     if captured is None:
-        return None
+        return problem or f"{type(drafter).__name__} drafts on the host"
     return CapturedRunner(
         target.model,
         layout,

@@ -13,16 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import Control
+from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Layout, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
+from faircopy.model.capture_test import capture_problem
 from faircopy.model.fused import Fused
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.types import Sequence
 
 Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
@@ -70,18 +74,26 @@ class CapturedDrafter(ABC):
         """After a step of k nodes behind the first `length` tokens of a sequence, `accepted` of them were accepted."""
 
 
-def can_capture(model: Model, layout: Layout) -> bool:
-    """Whether all parts of a pass of this model are kernels, so that it can be part of a captured step."""
-    return isinstance(model, Fused) and isinstance(layout, PagedLayout) and layout.suite is not None
+def eager_because(model: Model, layout: Layout) -> str | None:
+    """Why passes of this model over this cache cannot be part of a captured step; None: they can."""
+    if not isinstance(layout, PagedLayout):
+        return "the strategy's cache is not paged"
+    if layout.suite is None:
+        return f"there are no graphs on {model.device.type}"
+    if isinstance(model, TransformersModel):
+        return capture_problem(model)
+    return None if isinstance(model, Fused) else f"the {model.backend} runs from the host"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphState:
     """The tensors of one graph: the batch slots it advances and everything its passes read."""
 
-    batch_slots: step.BatchSlots
-    inputs: step.StepInputs
+    batch_slots: BatchSlots
+    sampling: SamplingSlots
+    inputs: StepInputs
     out: Tensor  # [B, columns] report rows, see records.ReportColumns
+    logprobs: LogprobReport  # of B (k + 1) rows
     suite: Suite
     page: int
     scratch: int
@@ -151,6 +163,10 @@ class GraphState:
         wanted = torch.arange(rows, device=packed_rows.ids.device)
         ids, positions, slots = (part[:rows] for part in (packed_rows.ids, packed_rows.positions, packed_rows.slots))
         return Packed(ids, positions, slots, plans, wanted, [], [], [])
+
+    def row_sampling(self, rows: int) -> RowSampling:
+        """Room for what this many rows are chosen with."""
+        return RowSampling.empty(self.sampling, rows, self.k)
 
     def kv_slots(self, index: Tensor) -> Tensor:
         """The KV slots of these positions [B, n]; the scratch slot at or behind the limit."""

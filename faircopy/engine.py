@@ -29,12 +29,14 @@ class Engine:
         verifier: Verifier,
         scheduler: Scheduler,
         eos: frozenset[int] = frozenset(),
-        captured: CapturedRunner | None = None,
+        captured: CapturedRunner | str = "none were built",
         draft_layouts: tuple[Layout, ...] = (),
     ) -> None:
-        """captured: None if all steps are eager. draft_layouts: caches of a draft model or head."""
+        """captured: captured steps, or why all steps are eager. draft_layouts: caches of a draft model or head."""
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
-        self.scheduler, self.eos, self.captured = scheduler, eos, captured
+        self.scheduler, self.eos = scheduler, eos
+        self.captured = None if isinstance(captured, str) else captured
+        self.eager_because = captured if isinstance(captured, str) else None
         self.layouts = (target.layout, *draft_layouts)
         self.meter = Meter()
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected

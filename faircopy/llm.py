@@ -164,6 +164,7 @@ class LLM:
             "target": model.name,
             "backend": model.backend,
             "drafter": type(self.engine.drafter).__name__,
+            "captured_steps": "yes" if self.engine.captured is not None else f"no: {self.engine.eager_because}",
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),

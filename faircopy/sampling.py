@@ -6,6 +6,7 @@ Both the verifier and a drafter choose with these functions, so a good drafter g
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.kernels.filters import Filter, exclude
 from faircopy.kernels.gumbel import argmax, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
+MOST_ON_DEVICE = 20  # log probabilities of a row that a GPU finds by itself
 SLICE = 256  # rows whose whole vocabulary is sorted at once
 
 
@@ -67,6 +70,8 @@ def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     """The model's own log probabilities, before any parameter acts: each row's token first, then the best ones."""
+    if logits.is_cuda and best <= min(MOST_ON_DEVICE, logits.shape[1]) and (kernel := _row_logprobs()) is not None:
+        return kernel(logits, list(tokens), best)
     if len(tokens) > SLICE:  # sorting a vocabulary takes many times its memory
         return [
             found
@@ -81,6 +86,15 @@ def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
     ]
 
 
+def _row_logprobs() -> Callable[[Tensor, list[int], int], list[Logprobs]] | None:
+    """The GPU's own; captured steps use it too, and a request gets the same numbers from both."""
+    try:
+        from faircopy.kernels.gpu.logprobs import row_logprobs
+    except ImportError:
+        return None
+    return row_logprobs
+
+
 def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """A float32 copy with bias, penalties, bad words, the minimum length and the constraint applied."""
     scores = logits.to(torch.float32, copy=True)
@@ -92,11 +106,15 @@ def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Scores over temperature, with what top-k, top-p and min-p exclude at minus infinity."""
+    scores = scores.clone()
+    exclude(scores, [row_filter(row.seq.params) for row in rows])
     temperatures = torch.tensor([row.seq.params.temperature for row in rows], device=scores.device)
-    scores = scores / temperatures[:, None]
-    for i, row in enumerate(rows):
-        _keep(scores[i], row.seq.params)
-    return scores
+    return scores / temperatures[:, None]
+
+
+def row_filter(params: SamplingParams) -> Filter:
+    """The filters of a request that draws."""
+    return Filter.of(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _adjust(scores: Tensor, row: SamplingRow) -> None:
@@ -116,8 +134,8 @@ def _adjust(scores: Tensor, row: SamplingRow) -> None:
 def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
     if params.repetition_penalty != 1.0:
         seen = sorted({*prompt, *output})
-        values = scores[seen]
-        scores[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values, factor = scores[seen], scores.new_tensor(params.repetition_penalty)  # CUDA divides by a tensor exactly
+        scores[seen] = torch.where(values > 0, values / factor, values * factor)
     counts = Counter(output)
     if counts and (params.presence_penalty or params.frequency_penalty):
         tokens = list(counts)
@@ -133,17 +151,3 @@ def _bad_ends(row: SamplingRow) -> list[int]:
     longest = max(map(len, words)) - 1
     tail = [*row.seq.output[-longest:], *row.path][-longest:] if longest else []
     return [word[-1] for word in words if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]]
-
-
-def _keep(scores: Tensor, params: SamplingParams) -> None:
-    """Exclude tokens of one row in place; the best always stays."""
-    if 0 < params.top_k < scores.numel():
-        scores[scores < scores.topk(params.top_k).values[-1]] = -torch.inf
-    if params.top_p < 1.0:
-        ordered, ids = scores.sort(descending=True, stable=True)
-        before = torch.softmax(ordered, -1).cumsum(-1).roll(1)
-        before[0] = -1.0
-        scores[ids[before >= params.top_p]] = -torch.inf
-    if params.min_p > 0.0:
-        probs = torch.softmax(scores, -1)
-        scores[probs < params.min_p * probs.amax()] = -torch.inf

@@ -20,11 +20,14 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model import loader
+from faircopy.model.base import Model
 from faircopy.model.fused import Fused, fused_weights
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.model.weights import Source, decoder_spec
 from faircopy.replay import runner
 from faircopy.replay.steps import ROWS
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
+from tests import zoo
 
 PROMPTS = [[5, 9, 9, 5, 9], [7], list(range(40, 75)), [3, 4] * 20, [11, 12, 13]]
 
@@ -49,7 +52,7 @@ def pair() -> tuple[Fused, Fused]:
     return fused(str(bundled.draft())), fused(str(bundled.draft()))
 
 
-def build(pair: tuple[Fused, Fused], drafter: str | Drafter | None, **options: object) -> Engine:
+def build(pair: tuple[Model, Model], drafter: str | Drafter | None, **options: object) -> Engine:
     settings = {"max_batch": 4, "memory": "4MiB", **options}
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     own = NgramDrafter() if drafter == "ngram" else drafter if isinstance(drafter, Drafter) else None
@@ -406,3 +409,61 @@ def test_eager_steps_before_captured_ones_draft_one_node(pair, plain) -> None:  
         engine.drafter._runner.forward = counted
         assert finish(engine, ask(engine, params)) == plain[repr(GREEDY)]
         assert calls and max(Counter(calls).values()) == passes
+
+
+def stock_model() -> TransformersModel:
+    """A model on the transformers backend whose passes captured steps can run, on a CPU by the kernels' twins."""
+    torch.manual_seed(0)
+    return TransformersModel("tiny", zoo.build("gemma3"), True)
+
+
+@pytest.mark.parametrize(("drafter", "k"), [(None, 0), ("ngram", 3), ("model", 2)])
+def test_transformers_backend_in_captured_steps(drafter: str | None, k: int) -> None:
+    """Models on the transformers backend write the same texts in captured and in eager steps."""
+    pair = (stock_model(), stock_model())
+    for params in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8)):
+        eager = build(pair, None, graphs=False)
+        wanted = finish(eager, ask(eager, params))
+        engine = build(pair, drafter, k=k)
+        starts = count_starts(engine)
+        assert engine.eager_because is None
+        assert finish(engine, ask(engine, params)) == wanted
+        assert starts
+
+
+MIXED = [
+    SamplingParams(max_tokens=17, temperature=0.8, top_p=0.9, seed=1),
+    SamplingParams(max_tokens=17, temperature=1.1, top_k=5, repetition_penalty=1.3, seed=2),
+    SamplingParams(max_tokens=17, temperature=0.7, min_p=0.1, frequency_penalty=0.4, presence_penalty=0.2, seed=3),
+    SamplingParams(max_tokens=17, logit_bias={7: 3.0, 9: -4.0}, repetition_penalty=1.7),
+    SamplingParams(max_tokens=17, min_tokens=9, temperature=1.0, top_k=8, top_p=0.7, logprobs=3, seed=5),
+]
+BAD_WORDS = ((5,), (9, 11), (11, 12, 13))
+
+
+@pytest.mark.parametrize(("drafter", "k"), [(None, 0), ("ngram", 3), ("model", 2)])
+@pytest.mark.parametrize("few_rows", [0, 64])
+def test_every_sampling_parameter_in_captured_steps(pair, drafter, k, few_rows, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Requests of all kinds share captured steps and get the tokens they get alone in eager ones."""
+    monkeypatch.setattr(runner, "FEW_ROWS", few_rows)
+
+    def ask_all(engine: Engine) -> list[Sequence]:
+        nonlocal asked
+        requests = zip(PROMPTS, MIXED, strict=True)
+        asked = [
+            engine.add(Request(tuple(p), params, seed=n, bad_words=BAD_WORDS if n in (1, 4) else ()))
+            for n, (p, params) in enumerate(requests)
+        ]
+        return asked
+
+    asked: list[Sequence] = []
+    alone = build(pair, None, k=0, max_batch=1, graphs=False)
+    wanted = finish(alone, ask_all(alone))
+    logprobs = asked[-1].logprobs
+    engine = build(pair, drafter, k=k, max_batch=8)
+    starts = count_starts(engine)
+    assert finish(engine, ask_all(engine)) == wanted
+    assert len(starts) > 4
+    assert [list(table) for table in asked[-1].logprobs] == [list(table) for table in logprobs]
+    for ours, theirs in zip(asked[-1].logprobs, logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)  # torch's own products: rows are not exact here

@@ -39,7 +39,7 @@ class CapturedModel(CapturedDrafter):
         self._model, self._layout, self._vocab, self._is_idle = model, layout, vocab, is_idle
 
     def plan_fill(self, graph: GraphState) -> Work:
-        inputs = graph.inputs
+        inputs, sampling = graph.inputs, graph.row_sampling(graph.size)
         passes = [graph.catch_up_rows(self._layout)]
         passes += [graph.node_rows(self._layout, node) for node in range(graph.k - 1)]
 
@@ -47,7 +47,8 @@ class CapturedModel(CapturedDrafter):
             for node, packed in enumerate(passes):
                 logits = self._model.forward(packed, self._layout)
                 temperatures, keys, out = inputs.temperatures[:, node], inputs.keys[:, node], inputs.ids[:, node + 1]
-                graph.suite.pick(logits, temperatures, keys, vocab=self._vocab, out=out)
+                graph.suite.describe(graph.batch_slots, inputs, sampling, level=node)
+                graph.suite.pick(logits, temperatures, keys, vocab=self._vocab, out=out, sampling=sampling)
 
         return fill
 

@@ -61,11 +61,11 @@ class ModelDrafter(Drafter):
         self._runner.layout.forget(seq)
 
     def capture(self, num_slots: int) -> CapturedDrafter | None:
-        from faircopy.capture import can_capture
+        from faircopy.capture import eager_because
         from faircopy.drafters.captured import CapturedModel
 
         layout = self._runner.layout
-        if not isinstance(layout, PagedLayout) or not can_capture(self.model, layout):
+        if not isinstance(layout, PagedLayout) or eager_because(self.model, layout):
             return None
         return CapturedModel(self.model, layout, self._vocab, self._is_idle)
 

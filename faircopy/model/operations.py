@@ -67,6 +67,7 @@ class ModulePath:
         self._model = model
         self._stack: list[str] = []
         self._hooks = ExitStack()
+        self.last = ""  # the module that was entered last: where an error came from
 
     def __str__(self) -> str:
         return self._stack[-1] if self._stack else ""
@@ -81,7 +82,11 @@ class ModulePath:
         self._hooks.close()
 
     def _entering(self, path: str) -> Any:
-        return lambda module, args: self._stack.append(path)
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(path)
+            self.last = path
+
+        return enter
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()

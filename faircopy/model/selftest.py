@@ -94,7 +94,10 @@ class RowTrial:
     def difference(self, count: int) -> str | None:
         """What differs between rows alone and in one pass of `count` rows; None: no bit."""
         takes = self._takes(count)
-        self._read([seq for seq in takes if seq not in self._references])
+        soon = (
+            takes if self._model.device.type == "cpu" else self._seqs
+        )  # a GPU reads all at once, a CPU may stop early
+        self._read([seq for seq in soon if seq not in self._references])
         result = self._run(takes)
         for i, (seq, taken) in enumerate(takes.items()):
             known, begin = self._references[seq], _row(takes, seq, 0)

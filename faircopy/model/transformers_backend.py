@@ -84,7 +84,8 @@ class TransformersModel:
         """Logits of the wanted rows [R, vocab]."""
         tapped = contextlib.nullcontext() if taps is None else tapping(self._model, taps)
         with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext(), tapped:
-            logits = self._call(packed.ids, packed.positions, packed.wanted)
+            # captured steps have -1 where a drafter found no node: the row is computed and ignored
+            logits = self._call(packed.ids.clamp(min=0), packed.positions, packed.wanted)
         if taps is not None:
             taps.states = {layer: states[0] for layer, states in taps.states.items()}
         return logits

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.capture import GraphState
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.records import Report, ReportColumns
-from faircopy.types import Sequence, StepPlan
+from faircopy.types import Logprobs, Sequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class InFlightStep:
     batch_slots: dict[Sequence, int]
     graph: GraphState
     report: Tensor  # report rows, on the host
+    logprobs: LogprobReport  # on the host, if a sequence wants them
     done: torch.cuda.Event | None  # None: there is no GPU and it is done already
     rows: int  # rows the target computes, padding rows included
 
@@ -29,6 +31,14 @@ class InFlightStep:
     def abandoned(self) -> bool:
         """Whether all its sequences have finished meanwhile."""
         return all(seq.finished for seq in self.batch_slots)
+
+    def logprobs_of(self, seq: Sequence, slot: int, report: SlotReport) -> list[Logprobs]:
+        """The log probabilities of the tokens that a sequence gained, if it wants them."""
+        best, first = seq.params.logprobs, slot * (self.graph.k + 1)
+        if best is None:
+            return []
+        gained = zip(report.rows, report.tokens, strict=True)
+        return [self.logprobs.of(first + row, token, best) for row, token in gained]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class SlotReport:
     nodes: list[int]
     parents: list[int]
     path: list[int]  # accepted nodes
+    rows: list[int]  # the row that each token was chosen in
     moved: int  # rows of keys that had to be moved into line
 
     @classmethod
@@ -52,13 +63,14 @@ class SlotReport:
         count, max_nodes, finite = numbers(0, Report.TOKENS)
         accepted = count - 1 if finite else count
         tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, max_nodes)
-        parents, path = list(range(-1, max_nodes - 1)), list(range(accepted))
+        parents, path, rows = list(range(-1, max_nodes - 1)), list(range(accepted)), list(range(count))
         if columns.tree:
             parents = numbers(columns.parents, max_nodes)
             path = [place - 1 for place in numbers(columns.path + 1, accepted)]
+            rows = numbers(columns.path, count)
         moved = sum(node != place for place, node in enumerate(path))
         found, above, places = _present(nodes, parents)
-        return cls(tokens, max_nodes, bool(finite), found, above, [places[node] for node in path], moved)
+        return cls(tokens, max_nodes, bool(finite), found, above, [places[node] for node in path], rows, moved)
 
 
 def _present(nodes: list[int], parents: list[int]) -> tuple[list[int], list[int], dict[int, int]]:

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
-from faircopy.kernels.gpu import step
 from faircopy.kernels.gpu.attention import PATH
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
+from faircopy.kernels.gpu.sampler import SamplingSlots
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport
+from faircopy.replay.settings import fits_device, write_settings
 from faircopy.replay.steps import OneGraphStep, Step, Steps, TwoGraphStep, bucket_for
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Sequence, StepPlan, Verdict
 from faircopy.verify.base import numerics_error
@@ -65,12 +68,13 @@ class CapturedRunner:
         self._expensive_drafts = expensive_drafts
         self._buckets = [size for size in BUCKETS if size < num_slots] + [num_slots]
         self._batch_slots = self._make_slots(num_slots)
+        self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
         self._alive: list[Work] = []  # what graphs read must outlive them
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._controls = [self._on_host(self._batch_slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._reports: dict[tuple[int, int, int], Tensor] = {}
+        self._reports: dict[tuple[int, int, int], tuple[Tensor, LogprobReport]] = {}
         self._num_rows = self._on_host(torch.Size([1]))
         self._turn = 0  # which of the two host buffers the next step uses
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -94,13 +98,16 @@ class CapturedRunner:
         self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
         if after is None:
             self._write_history(slots)
+            write_settings(self._sampling, slots)
             if self._drafter.reads_hidden_states is not None:
                 self._drafter.reads_hidden_states.assign(slots)
         with self._around():
             rows = captured.start()
-        report = self._report(graph)
+        report, logprobs = self._report(graph)
         report.copy_(graph.out, non_blocking=True)
-        return InFlightStep(plan, slots, graph, report, self._mark(), rows)
+        if any(seq.params.logprobs is not None for seq in slots):
+            logprobs.copy_(graph.logprobs)
+        return InFlightStep(plan, slots, graph, report, logprobs, self._mark(), rows)
 
     def collect(self, step: InFlightStep) -> FinishedStep:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
@@ -114,7 +121,7 @@ class CapturedRunner:
                 batch.add(seq, len(seq.tokens), report.max_nodes)
                 draft.tokens.append(report.nodes)
                 draft.parents.append(report.parents)
-                decisions.append(self._commit(seq, report, step.graph.k))
+                decisions.append(self._commit(seq, report, step, slot))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
 
@@ -138,32 +145,33 @@ class CapturedRunner:
         return (
             len(batch) <= self._buckets[-1]
             and max(batch.max_nodes) <= self.max_nodes
-            and all(_plain(seq) for seq in batch.seqs)
+            and all(fits_device(seq) for seq in batch.seqs)
         )
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq = batch.seqs[i]
-        return _plain(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+        return fits_device(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
-    def _commit(self, seq: Sequence, report: SlotReport, k: int) -> Decision:
+    def _commit(self, seq: Sequence, report: SlotReport, step: InFlightStep, slot: int) -> Decision:
         """Note what the caches hold now, and return what the sequence gained."""
         length, accepted = len(seq.tokens), len(report.path)
         self._layout.set_cached(seq, length + accepted)
         self._layout.moved += report.moved
-        self._drafter.commit(seq, length, accepted, k)
-        return Decision(report.path, report.tokens, error=None if report.finite else numerics_error(seq))
+        self._drafter.commit(seq, length, accepted, step.graph.k)
+        error = None if report.finite else numerics_error(seq)
+        return Decision(report.path, report.tokens, step.logprobs_of(seq, slot, report), error=error)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
         return bucket_for(size, self._buckets, [known for known, nodes in self._captured if nodes == k])
 
-    def _make_slots(self, num_slots: int) -> step.BatchSlots:
+    def _make_slots(self, num_slots: int) -> BatchSlots:
         device, context = self._model.device, self._model.context
         columns = Control.PAGES + self._tables.pages_for(context)
         control = torch.zeros(num_slots, columns, dtype=torch.int32, device=device)
         lengths = torch.ones(num_slots, dtype=torch.int32, device=device)
         history = torch.zeros(num_slots, context + 128, dtype=torch.int32, device=device)
-        return step.BatchSlots(control, lengths, history)
+        return BatchSlots(control, lengths, history)
 
     def _graph(self, size: int, k: int) -> tuple[GraphState, Step]:
         if (size, k) not in self._captured:
@@ -173,11 +181,12 @@ class CapturedRunner:
 
     def _make_state(self, size: int, k: int) -> GraphState:
         device, depth = self._model.device, self._drafter.tree_depth(k) if k else 0
-        inputs = step.StepInputs.empty(size, k + 1, device)
+        inputs = StepInputs.empty(size, k + 1, device)
         trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, depth) if depth else None
         out = torch.zeros(size, ReportColumns(k + 1, bool(depth)).total, dtype=torch.int32, device=device)
-        slots, layout = self._batch_slots.part(size), self._layout
-        return GraphState(slots, inputs, out, self._suite, self._tables.page, layout.scratch, trees)
+        slots, layout, sampling = self._batch_slots.part(size), self._layout, self._sampling.part(size)
+        logprobs = LogprobReport.empty(size * (k + 1), device)
+        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, self._tables.page, layout.scratch, trees)
 
     def _make_step(self, graph: GraphState) -> Step:
         rows = graph.size * (graph.k + 1)
@@ -212,8 +221,10 @@ class CapturedRunner:
     def _try(self, graph: GraphState, *parts: Work) -> None:
         """Run once with empty batch slots, which write to the scratch page, and leave the state of steps in flight."""
         slots, reader = graph.batch_slots, self._drafter.reads_hidden_states
-        state = [slots.control, slots.lengths, slots.history, *(reader.buffers() if reader is not None else [])]
+        state = [slots.control, slots.lengths, slots.history, graph.sampling.settings]
+        state += reader.buffers() if reader is not None else []
         saved = [tensor.clone() for tensor in state]
+        graph.sampling.settings.zero_()
         self._write_control(graph, {}, [], fresh=True)
         for work in parts:
             work()
@@ -259,10 +270,12 @@ class CapturedRunner:
         where = tuple(torch.from_numpy(part).to(history.device) for part in (rows, cols))
         history.index_put_(where, torch.from_numpy(text).to(history.device))
 
-    def _report(self, graph: GraphState) -> Tensor:
+    def _report(self, graph: GraphState) -> tuple[Tensor, LogprobReport]:
+        """Host memory for what a step reports."""
         key = (graph.size, graph.k, self._turn)
         if key not in self._reports:
-            self._reports[key] = self._on_host(graph.out.shape)
+            logprobs = LogprobReport.empty(graph.size * (graph.k + 1), "cpu", pinned=self._graphs)
+            self._reports[key] = (self._on_host(graph.out.shape), logprobs)
         return self._reports[key]
 
     def _on_host(self, shape: torch.Size) -> Tensor:
@@ -275,14 +288,6 @@ class CapturedRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-def _plain(seq: Sequence) -> bool:
-    """Whether its tokens can be drafted and chosen without the host."""
-    params = seq.params
-    if seq.drafts_itself:
-        return False
-    return not (seq.adjusts or params.top_k or params.top_p < 1.0 or params.min_p or params.logprobs is not None)
 
 
 def _most_nodes(drafter: CapturedDrafter, layout: PagedLayout) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from faircopy.capture import CapturedDrafter, GraphState, Work
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.sampler import RowSampling
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
@@ -41,13 +42,16 @@ class Steps:
         """One whole step with a chain per batch slot."""
         suite, inputs, batch = graph.suite, graph.inputs, graph.batch_slots
         packed, fill = graph.verify_rows(self._layout), self._fill(graph)
+        sampling = graph.row_sampling(packed.size)
 
         def run() -> None:
             suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
+            suite.describe(batch, inputs, sampling)
             logits, states = self._forward(packed)
-            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
             suite.accept(batch, inputs, chosen, graph.out)
+            suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
             self._store(graph, states)
 
         return torch.no_grad()(run)
@@ -57,15 +61,18 @@ class Steps:
         suite, inputs, batch = graph.suite, graph.inputs, graph.batch_slots
         rows = graph.path_rows(self._layout, graph.k + 1, trees.paths)
         packed, fill = graph.tree_rows(rows), self._fill(graph)
+        sampling = graph.row_sampling(packed.size)
 
         def run() -> None:
             suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
             suite.place_nodes(batch, inputs, trees)
             rows.set_base(trees.base)
+            suite.describe(batch, inputs, sampling, paths=trees.paths)
             logits, states = self._forward(packed)
-            chosen = suite.pick(logits, inputs.temperatures.view(-1), inputs.keys.view(-1), strict=True)
+            chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
             suite.accept_tree(batch, inputs, trees, chosen, graph.out)
+            suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
             suite.compact(batch, trees, graph.out, graph.page)
             self._store(graph, states)
 
@@ -85,11 +92,15 @@ class Steps:
     def verify(self, graph: GraphState, packed_rows: PackedRows, rows: int) -> Work:
         """The second graph of a step in two: run `rows` packed rows through the target and accept."""
         suite, packed = graph.suite, graph.first_rows(packed_rows, self._layout, rows)
+        sampling = graph.row_sampling(packed_rows.ids.shape[0])
 
         def run() -> None:
+            suite.describe(graph.batch_slots, graph.inputs, sampling, places=packed_rows.rows)
             logits = self._model.forward(packed, self._layout)
-            chosen = suite.pick(logits, packed_rows.temperatures[:rows], packed_rows.keys[:rows], strict=True)
+            temperatures, keys = packed_rows.temperatures[:rows], packed_rows.keys[:rows]
+            chosen = _choose(graph, logits, temperatures, keys, sampling.part(rows))
             suite.accept(graph.batch_slots, graph.inputs, chosen, graph.out, packed_rows.starts)
+            suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
 
         return torch.no_grad()(run)
 
@@ -108,6 +119,13 @@ class Steps:
         reader = self._drafter.reads_hidden_states
         if reader is not None:
             reader.store(graph, states)
+
+
+def _choose(graph: GraphState, logits: Tensor, temperatures: Tensor, keys: Tensor, sampling: RowSampling) -> Tensor:
+    """The target's token for each row, and the log probabilities that are wanted."""
+    chosen = graph.suite.pick(logits, temperatures, keys, strict=True, sampling=sampling)
+    graph.suite.report_logprobs(logits, chosen, sampling.logprobs, sampling.places, graph.logprobs)
+    return chosen
 
 
 class OneGraphStep:

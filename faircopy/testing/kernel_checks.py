@@ -13,9 +13,10 @@ from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile, span_length
 from faircopy.kernels.rope import rope_table
-from faircopy.testing import tree_checks
+from faircopy.testing import sampling_checks, tree_checks
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
 
@@ -44,6 +45,9 @@ def checks() -> Iterator[Check]:
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
     yield "pick: the same tokens", _pick
+    yield "sampling: the same rows and tokens", sampling_checks.sampling
+    yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
+    yield "logprobs: the same tokens and values", sampling_checks.logprobs
     yield "step: the same state", _step
     yield "packing: the same rows, and the same accepted", _packing
     yield "offer: the same tokens", tree_checks.offers
@@ -288,7 +292,7 @@ def _pick(device: torch.device) -> float:
 def _step(device: torch.device) -> float:
     """Prepare, look up and accept, twice in a row, as the twins do."""
     pairs = [_slots(device) for _ in range(2)]
-    all_inputs = [step.StepInputs.empty(4, 4, device) for _ in range(2)]
+    all_inputs = [StepInputs.empty(4, 4, device) for _ in range(2)]
     outs = [torch.zeros(4, ReportColumns(4, tree=False).total, dtype=torch.int32, device=device) for _ in range(2)]
     wrong = 0
     for turn in range(2):
@@ -300,8 +304,7 @@ def _step(device: torch.device) -> float:
             accept(slots, inputs, chosen.flatten(), out)
             slots.control[:, Control.FRESH] = 0
         same = [
-            torch.equal(getattr(all_inputs[0], n), getattr(all_inputs[1], n))
-            for n in step.StepInputs.__dataclass_fields__
+            torch.equal(getattr(all_inputs[0], n), getattr(all_inputs[1], n)) for n in StepInputs.__dataclass_fields__
         ]
         same += [torch.equal(outs[0], outs[1]), torch.equal(pairs[0].history, pairs[1].history)]
         wrong += same.count(False) * (turn + 1)
@@ -338,7 +341,7 @@ def _packing(device: torch.device) -> float:
 _PACKERS = ((packing.pack, step.accept), (packing.pack_twin, step.accept_twin))
 
 
-def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepInputs]:
+def _crowd(device: torch.device, seed: int) -> tuple[BatchSlots, StepInputs]:
     """Seven batch slots in the middle of a step: the fourth is empty, the last has written all it may."""
     chance = torch.Generator().manual_seed(seed)
     control = torch.zeros(7, Control.PAGES + 8, dtype=torch.int32)
@@ -348,16 +351,16 @@ def _crowd(device: torch.device, seed: int) -> tuple[step.BatchSlots, step.StepI
     control[3, : Control.PAGES], lengths[3] = torch.tensor(EMPTY_SLOT), 1
     control[6, Control.LIMIT] = lengths[6]
     history = torch.randint(0, 2, (7, 40), generator=chance, dtype=torch.int32)
-    inputs = step.StepInputs.empty(7, 5, device)
+    inputs = StepInputs.empty(7, 5, device)
     nodes = torch.randint(0, 2, (7, 5), generator=chance)
     nodes[torch.arange(5) > torch.randint(0, 5, (7, 1), generator=chance)] = -1
     for table in (inputs.positions, inputs.slots, inputs.keys, inputs.temperatures):
         table.copy_(torch.randint(0, 99, (7, 5), generator=chance))
     inputs.ids.copy_(nodes)
-    return step.BatchSlots(control.to(device), lengths.to(device), history.to(device)), inputs
+    return BatchSlots(control.to(device), lengths.to(device), history.to(device)), inputs
 
 
-def _slots(device: torch.device) -> step.BatchSlots:
+def _slots(device: torch.device) -> BatchSlots:
     control = torch.zeros(4, Control.PAGES + 8, dtype=torch.int32)
     control[:, Control.FRESH] = 1
     control[:, Control.LENGTH] = torch.tensor([1, 9, 12, 14])
@@ -368,4 +371,4 @@ def _slots(device: torch.device) -> step.BatchSlots:
     history = torch.randint(0, 3, (4, 40), generator=torch.Generator().manual_seed(6), dtype=torch.int32)
     history[1, :9] = 5
     history[3, :14] = torch.tensor([1, 2] * 7)
-    return step.BatchSlots(control.to(device), torch.zeros(4, dtype=torch.int32, device=device), history.to(device))
+    return BatchSlots(control.to(device), torch.zeros(4, dtype=torch.int32, device=device), history.to(device))

@@ -10,7 +10,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import attention, pick, tree
 from faircopy.kernels.gpu.records import Control, ReportColumns
-from faircopy.kernels.gpu.step import BatchSlots, StepInputs
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 
 SLOTS, WIDTH, PAGE, DEEP = 5, 8, 4, 4

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options, power, processors, shared_memory
+from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
@@ -212,6 +212,7 @@ def _leave(m, total, acc, left, sums, line, dims, live, inside, D: tl.constexpr)
     tl.store(left + line[:, None] * D + dims[None, :], acc, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["window", "width", "blocks", "splits", "even"])
 def _attend(
     q, keys, values, out, parts, stats, left, sums, counters, rows, ranges, seqs, tables, bases, paths, positions,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.linear import add_spans_twin
 from faircopy.kernels.rope import rotate
 
@@ -30,6 +30,7 @@ def _finite(x):
     return tl.where((x == x) & (tl.abs(x) != float("inf")), x, 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def _place(
     parts, norm, table, positions, slots, q, keys, values, rows, eps, context,

@@ -1,8 +1,13 @@
-"""How kernels are launched: one after the other without waiting for the last block of the one before."""
+"""How kernels are launched: one after the other without waiting for the last block of the one before, and directly.
+
+Triton's own launch binds arguments and looks its variant up by a long key; `launched` keeps compiled variants by what
+Triton specialises on and calls them.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -24,6 +30,52 @@ def begin(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+def launched(kernel: Any) -> Launcher:
+    """Decorates a kernel that the host launches; its compile-time parameters are given by name."""
+    return Launcher(kernel)
+
+
+class Launcher:
+    """A kernel whose compiled variants are launched without Triton's own argument handling."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        params = [] if INTERPRETED else kernel.params
+        self._constants = [param.name for param in params if param.is_constexpr]
+        behind = [param.name for param in params[len(params) - len(self._constants) :]]
+        assert self._constants == behind, "compile-time parameters come last"
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        if INTERPRETED:
+            self.kernel[grid](*args, **meta)
+            return
+        key = (torch.cuda.current_device(), *map(_specialised, args), *meta.values())
+        found = self._compiled.get(key)
+        if found is not None:
+            found[0][grid + (1,) * (3 - len(grid))](*args, *found[1])
+            return
+        compiled = self.kernel[grid](*args, **meta)
+        self._compiled[key] = (compiled, tuple(meta[name] for name in self._constants))
+
+
+def _specialised(x: Any) -> Any:
+    """What Triton compiles a variant for: a tensor's type and alignment, whether a number is 1, even or long."""
+    if isinstance(x, Tensor):
+        return x.dtype if x.data_ptr() % ALIGNMENT == 0 else (x.dtype, False)
+    if x.__class__ is int:
+        return 1 if x == 1 else (16 if x % 16 == 0 else 2) << (0 if -_LONG <= x < _LONG else 8)
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    return float if x.__class__ is float else x
+
+
+_LONG = 1 << 31
 
 
 @cache

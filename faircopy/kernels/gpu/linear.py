@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.gpu import tables
-from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, options, processors
+from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
 from faircopy.kernels.gpu.tables import Tile, span_length
 
 SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
@@ -96,6 +96,7 @@ def _biased(y, bias, cols, N, BIASED: tl.constexpr):
     return y
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])
 def _narrow(
     x, w, bias, out, M, N, K, SPAN,
@@ -136,6 +137,7 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
     return a0, a1, a2
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "SPLIT", "GRID"])
 def _wide(
     x, w, bias, out, M, N, K, SPAN, SPLIT, GRID,
@@ -204,6 +206,7 @@ def _place_tile(tile, tiles_m, tiles_n, HEIGHT: tl.constexpr, WIDTH: tl.constexp
     return (group * GROUP + (tile % per_group) % height) * HEIGHT, (tile % per_group) // height * WIDTH
 
 
+@launched
 @triton.jit(do_not_specialize=["size"])
 def _add_spans(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

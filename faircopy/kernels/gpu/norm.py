@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.linear import add_spans_twin
 
 
@@ -18,6 +18,7 @@ def _normalised(x, weight, at, inside, eps, N: tl.constexpr):
     return x * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart"])
 def _embed(
     ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -35,6 +36,7 @@ def _embed(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     x, parts, after, weight, y, healthy, rows, multiplier, eps,

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from faircopy.acceptance import nodes_that_fit
 from faircopy.kernels.gpu.attention import END, END_, PagePlan, block_length
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.records import LIMIT, MAX_NODES, Control
-from faircopy.kernels.gpu.step import BatchSlots, StepInputs, fitting_nodes
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.gpu.step import fitting_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class PackedRows:
         return PagePlan(self.rows, self.ranges, seqs, tables, page, -(-context // block_length(dim, itemsize)))
 
 
+@launched
 @triton.jit(do_not_specialize=["size"])
 def _pack(
     control, lengths, ids, positions, slots, keys, temperatures,

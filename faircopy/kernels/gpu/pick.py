@@ -11,11 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, options
+from faircopy.kernels.gpu.launch import begin, launched, options
+from faircopy.kernels.gpu.records import Asks
+from faircopy.kernels.gpu.sampler import RowSampling, adjusted, adjusted_twin, kept_twin, restrict, restrict_twin
 from faircopy.kernels.gumbel import gumbel
 
 CHUNK = 4096
 BROKEN = -1  # what is chosen in a row that is not finite
+FILTERS = tl.constexpr(int(Asks.FILTERS))
 
 
 @triton.jit
@@ -43,10 +46,12 @@ def mix(value):
     return value ^ (value >> 31)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart"])
 def _scan(
-    logits, temperatures, keys, values, tokens, V, stride, apart, chunks,
-    STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, keys, values, tokens, slots, asks, settings, counts, bias, path, bans, score, last,
+    V, stride, apart, chunks, wide,
+    K: tl.constexpr, SAMPLED: tl.constexpr, STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of one chunk of one row; -1 for a chunk that is not finite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -58,6 +63,13 @@ def _scan(
         bad |= (x == float("-inf")) & (at < V)
     wrong = tl.max(bad.to(tl.int32), 0)
     temperature = tl.load(temperatures + row * apart)
+    if SAMPLED:
+        asked = tl.load(asks + row)
+        if asked != 0:
+            x = adjusted(x, at, V, row, asked, slots, settings, counts, bias, path, bans, wide, K)
+            if ((asked & FILTERS) != 0) & (temperature > 0.0):
+                limit = tl.load(score + row)
+                x = tl.where((x > limit) | ((x == limit) & (at <= tl.load(last + row))), x, float("-inf"))
     if temperature > 0.0:
         key = tl.load(keys + row * apart).to(tl.uint64, bitcast=True)
         x = tl.div_rn(x, temperature) + _noise(key, at)
@@ -67,6 +79,7 @@ def _scan(
     tl.store(tokens + row * chunks + chunk, tl.where(wrong != 0, -1, token))
 
 
+@launched
 @triton.jit(do_not_specialize=["apart"])
 def _best(values, tokens, out, apart, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -85,11 +98,13 @@ def pick(
     vocab: int | None = None,
     out: Tensor | None = None,
     strict: bool = False,
+    sampling: RowSampling | None = None,
 ) -> Tensor:
     """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN where not finite.
 
     vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
-    temperatures, keys and out may be columns of tables, of one width.
+    temperatures, keys and out may be columns of tables, of one width. sampling: parameters of the rows, described
+    before (sampler.describe); None: there are none beside the temperature.
     """
     rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
     chunks = -(-size // CHUNK)
@@ -98,9 +113,16 @@ def pick(
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     assert temperatures.stride(0) == keys.stride(0), "columns of tables of one width"
     extra = options(logits.device)
+    given: tuple[Tensor | None, ...] = (None,) * 9
+    wide, nodes = 0, 1
+    if sampling is not None:
+        restrict(logits, temperatures, sampling, vocab)
+        of, wide, nodes = sampling.of, sampling.of.counts.stride(0), sampling.path.shape[1]
+        given = (sampling.slots, sampling.asks, of.settings, of.counts, of.bias, sampling.path, sampling.bans,
+                 sampling.score, sampling.last)  # fmt: skip
     _scan[(rows, chunks)](
-        logits, temperatures, keys, values, tokens, size, logits.stride(0), keys.stride(0), chunks,
-        STRICT=strict, CHUNK=CHUNK, num_warps=8, **extra,
+        logits, temperatures, keys, values, tokens, *given, size, logits.stride(0), keys.stride(0), chunks, wide,
+        K=nodes, SAMPLED=sampling is not None, STRICT=strict, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False, **extra,
     )  # fmt: skip
     _best[(rows,)](
         values, tokens, out, out.stride(0), chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **extra
@@ -115,9 +137,13 @@ def pick_twin(
     vocab: int | None = None,
     out: Tensor | None = None,
     strict: bool = False,
+    sampling: RowSampling | None = None,
 ) -> Tensor:
     x = logits[:, : vocab or logits.shape[1]].float()
     broken = ((x != x) | (x == torch.inf) | ((x == -torch.inf) & strict)).any(-1)
+    if sampling is not None:
+        restrict_twin(logits, temperatures, sampling, vocab)
+        x = torch.stack([_row_twin(row, float(temperatures[n]), sampling, n) for n, row in enumerate(x)])
     tokens = torch.arange(x.shape[1], device=x.device)
     noisy = x / temperatures[:, None].clamp_min(1e-30) + gumbel(keys[:, None], tokens[None, :])
     chosen = torch.where(temperatures > 0, noisy.argmax(-1), x.argmax(-1))
@@ -125,6 +151,14 @@ def pick_twin(
     return chosen if out is None else out.copy_(chosen)
 
 
+def _row_twin(scores: Tensor, temperature: float, sampling: RowSampling, row: int) -> Tensor:
+    """One row's scores, adjusted and filtered."""
+    scores = adjusted_twin(scores, sampling, row)
+    filters = int(sampling.asks[row]) & Asks.FILTERS and temperature > 0.0
+    return kept_twin(scores, sampling, row) if filters else scores
+
+
+@launched
 @triton.jit(do_not_specialize=["apart", "per"])
 def _leaders(
     logits, temperatures, keys, values, tokens, stats, V, stride, apart, per, chunks,
@@ -153,6 +187,7 @@ def _leaders(
         x = tl.where(at == token, float("-inf"), x)
 
 
+@launched
 @triton.jit(do_not_specialize=["apart", "per"])
 def _offer(
     values, tokens, stats, temperatures, ids, scores, apart, per, chunks,

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import aligned, begin, options, power
+from faircopy.kernels.gpu.launch import aligned, begin, launched, options, power
 
 TILE = 32  # rows and columns of a tile
 DEEP = 64  # K is walked in steps of this at most
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def _batched(a, b, out, M, N, K, BT: tl.constexpr, BK: tl.constexpr, PRECISE: tl.constexpr, PDL: tl.constexpr):
     batch = tl.program_id(0).to(tl.int64)

@@ -7,7 +7,7 @@ numbers as constexpr globals.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import numpy as np
 import triton.language as tl
@@ -34,6 +34,39 @@ class Report(IntEnum):
     FINITE = 2  # 1: all rows on the accepted path had finite logits; 0: the last one had not
     TOKENS = 3  # the gained tokens begin here
 
+
+class Setting(IntEnum):
+    """Columns of a settings row, int32: the sampling parameters of the sequence in a batch slot."""
+
+    ASKS = 0  # which parameters act, see Asks
+    TOP_K = 1  # 0: off
+    SHARE = 2  # top-p, see filters.Filter; so are the next two, as the bits of float32 numbers
+    BELOW = 3
+    STEPS = 4
+    WINDOW = 5  # bits of a float32: no token further than this below the best is needed for top-p
+    REPETITION = 6  # bits of float32 numbers
+    PRESENCE = 7
+    FREQUENCY = 8
+    PROMPT = 9  # tokens of the prompt
+    MIN_TOKENS = 10
+    LOGPROBS = 11  # how many of the best tokens' log probabilities are wanted, and 1 more; 0: none at all
+    STOPS = 12  # MAX_STOPS tokens that may not come before that, -1 where there are fewer
+    WORDS = 28  # MAX_WORDS bad words of MAX_WORD tokens, -1 behind each
+    TOTAL = 156
+
+
+class Asks(IntFlag):
+    """What a row's parameters do to its scores."""
+
+    PENALTIES = 1
+    BIAS = 2
+    BANS = 4
+    FILTERS = 8
+
+
+MAX_STOPS, MAX_WORDS, MAX_WORD = 16, 16, 8
+MAX_BANS = MAX_STOPS + MAX_WORDS  # tokens of a row that may not be chosen
+IN_PROMPT = 1 << 30  # added to a token's count if the prompt has it
 
 FRESH, LENGTH, LIMIT, MAX_NODES, TEMPERATURE, SEED_LOW, SEED_HIGH, PAGES = (tl.constexpr(int(c)) for c in Control)
 NUM_TOKENS, REPORT_MAX_NODES, FINITE, TOKENS = (tl.constexpr(int(c)) for c in Report)
@@ -66,11 +99,15 @@ class ReportColumns:
         return self.path + self.rows if self.tree else self.parents
 
 
+def float_bits(number: float) -> int:
+    """The bits of a float32, as an int32."""
+    return int(np.float32(number).view(np.int32))
+
+
 def control_columns(fresh: bool, length: int, limit: int, max_nodes: int, temperature: float, seed: int) -> list[int]:
     """The columns before the page table, in the order of Control; seed is scrambled already."""
-    bits = int(np.float32(temperature).view(np.int32))
     low, high = (int(np.uint32(half).astype(np.int32)) for half in (seed & 0xFFFFFFFF, seed >> 32))
-    return [int(fresh), length, limit, max_nodes, bits, low, high]
+    return [int(fresh), length, limit, max_nodes, float_bits(temperature), low, high]
 
 
 # A batch slot without a sequence: it feeds one token into the scratch page in every step.

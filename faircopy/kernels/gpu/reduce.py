@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import aligned, begin, options, power
+from faircopy.kernels.gpu.launch import aligned, begin, launched, options, power
 
 CHUNK = 8192  # numbers a program holds at once
 
 
+@launched
 @triton.jit
 def _row_sum(x, out, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -26,6 +27,7 @@ def _row_sum(x, out, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row, tl.sum(total, 0))
 
 
+@launched
 @triton.jit
 def _norm(
     x, weight, bias, out, eps,

@@ -7,7 +7,6 @@ it may become; lengths and histories live on the device, so a step can follow th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.acceptance import accept_path, nodes_that_fit
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.pick import mix
 from faircopy.kernels.gpu.records import (
     FINITE,
@@ -36,41 +35,7 @@ from faircopy.kernels.gpu.records import (
     ReportColumns,
     seed_of,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSlots:
-    """The state of a batch of captured steps, one row per batch slot."""
-
-    control: Tensor  # [B, Control.PAGES + pages] int32, written by the host
-    lengths: Tensor  # [B] int32
-    history: Tensor  # [B, context + spare] int32
-
-    def part(self, size: int) -> BatchSlots:
-        return BatchSlots(self.control[:size], self.lengths[:size], self.history[:size])
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What a step's passes read: W = k + 1 rows per batch slot, the last token and its nodes."""
-
-    ids: Tensor  # [B, W] int32; the drafter fills the nodes
-    positions: Tensor  # [B, W] int32
-    slots: Tensor  # [B, W] int64: KV slots
-    keys: Tensor  # [B, W] int64: the random key of the token after each row
-    temperatures: Tensor  # [B, W] float32
-    before: Tensor  # [3, B, 2] int64: ids, positions, KV slots of the last two tokens, for a draft model to catch up
-    columns: Tensor  # [2, W, B] int64: positions and KV slots once more, column by column
-
-    @classmethod
-    def empty(cls, size: int, width: int, device: torch.device) -> StepInputs:
-        def table(kind: torch.dtype) -> Tensor:
-            return torch.zeros(size, width, dtype=kind, device=device)
-
-        ints, longs = torch.int32, torch.int64
-        before = torch.zeros(3, size, 2, dtype=longs, device=device)
-        columns = torch.zeros(2, width, size, dtype=longs, device=device)
-        return cls(table(ints), table(ints), table(longs), table(longs), table(torch.float32), before, columns)
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 
 
 @triton.jit
@@ -97,6 +62,7 @@ def fitting_nodes(max_nodes, n, limit):
     return tl.maximum(tl.minimum(max_nodes, limit - n - 1), 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["size"])
 def _prepare(
     control, lengths, history, ids, positions, slots, keys, temperatures, before, lanes, stride, reach, scratch, size,
@@ -131,6 +97,7 @@ def _prepare(
     tl.store(where + size * 4, _slot(line + PAGES, back, limit, back >= 0, scratch, PAGE))
 
 
+@launched
 @triton.jit
 def _lookup(
     lengths, history, ids, reach,
@@ -161,6 +128,7 @@ def _lookup(
     tl.store(ids + b * W + 1 + at, token, mask=at < W - 1)
 
 
+@launched
 @triton.jit
 def _accept(
     control, lengths, history, ids, chosen, starts, out, stride, reach,
@@ -295,4 +263,4 @@ def key_twin(mixed: int, position: int) -> int:
     return rng.mix(rng.mix(rng.mix(mixed ^ position)))
 
 
-__all__ = ["BatchSlots", "StepInputs", "accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]
+__all__ = ["accept", "accept_twin", "lookup", "lookup_twin", "prepare", "prepare_twin"]

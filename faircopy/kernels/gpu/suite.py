@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, norm, packing, pick, step, tree
+from faircopy.kernels.gpu import attention, heads, logprobs, norm, packing, pick, sampler, step, tree
+from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
-from faircopy.kernels.gpu.step import BatchSlots, StepInputs
+from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 
 
@@ -26,7 +28,23 @@ class Pick(Protocol):
         vocab: int | None = None,
         out: Tensor | None = None,
         strict: bool = False,
+        sampling: RowSampling | None = None,
     ) -> Tensor: ...
+
+
+class Describe(Protocol):
+    """What rows are chosen with, see sampler.describe."""
+
+    def __call__(
+        self,
+        batch: BatchSlots,
+        inputs: StepInputs,
+        rows: RowSampling,
+        *,
+        places: Tensor | None = None,
+        paths: Tensor | None = None,
+        level: int | None = None,
+    ) -> None: ...
 
 
 class Accept(Protocol):
@@ -54,6 +72,9 @@ class Suite:
     place_nodes: Callable[[BatchSlots, StepInputs, TreeNodes], None]
     accept_tree: Callable[[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor], None]
     compact: Callable[[BatchSlots, TreeNodes, Tensor, int], None]
+    describe: Describe
+    count_tokens: Callable[[SamplingSlots, Tensor, int], None]
+    report_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, LogprobReport], None]
 
 
 KERNELS = Suite(
@@ -70,6 +91,9 @@ KERNELS = Suite(
     tree.place_nodes,
     tree.accept_tree,
     tree.compact,
+    sampler.describe,
+    sampler.count_tokens,
+    logprobs.report_logprobs,
 )
 
 
@@ -91,6 +115,9 @@ TWINS = Suite(
     tree.place_nodes_twin,
     tree.accept_tree_twin,
     tree.compact_twin,
+    sampler.describe_twin,
+    sampler.count_tokens_twin,
+    logprobs.report_logprobs_twin,
 )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.acceptance import accept_path, nodes_that_fit
 from faircopy.kernels.gpu.attention import PATH
-from faircopy.kernels.gpu.launch import begin, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.pick import mix
 from faircopy.kernels.gpu.records import (
     FINITE,
@@ -31,7 +31,8 @@ from faircopy.kernels.gpu.records import (
     ReportColumns,
     seed_of,
 )
-from faircopy.kernels.gpu.step import BatchSlots, StepInputs, fitting_nodes, key_twin, load_seed
+from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.gpu.step import fitting_nodes, key_twin, load_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class TreeNodes:
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _place_nodes(
     control, lengths, parents, base, paths, positions, keys, stride,
@@ -96,6 +98,7 @@ def _place_nodes(
     tl.store(keys + b * W + at, noise.to(tl.int64, bitcast=True), mask=inside)
 
 
+@launched
 @triton.jit
 def _accept_tree(
     control, lengths, history, ids, parents, chosen, taken, out, stride, reach,
@@ -141,6 +144,7 @@ def _accept_tree(
     tl.store(report + FINITE, finite)
 
 
+@launched
 @triton.jit
 def _compact(
     control, base, taken, out, pool, offsets, widths, stride,
