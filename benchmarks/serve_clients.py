@@ -76,19 +76,11 @@ def lm_eval(bin: Path, folder: Path) -> list[str]:
 
 
 def guidellm(bin: Path, folder: Path) -> list[str]:
-    command = [str(bin / "guidellm"), "benchmark", "--target", URL, "--model", "target"]
-    command += ["--processor", bundled.target(), "--data", "prompt_tokens=64,output_tokens=48"]
-    return [
-        *command,
-        "--rate-type",
-        "concurrent",
-        "--rate",
-        "8",
-        "--max-requests",
-        "48",
-        "--output-path",
-        str(folder / "g.json"),
-    ]
+    command = [str(bin / "guidellm"), "run", "--disable-console-interactive", "--output", "kind=console"]
+    command += ["--backend", f"kind=openai_http,target={URL},model=target,request_format=/v1/completions"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={bundled.target()}"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=48"]
+    return [*command, "--profile", "kind=concurrent,streams=8", "--constraint", "kind=max_requests,count=48"]
 
 
 CLIENTS: dict[str, Callable[[Path, Path], list[str]]] = {
