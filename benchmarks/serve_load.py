@@ -3,6 +3,7 @@
     python -m benchmarks.serve_load                                   # a model that costs nothing, batch 8
     python -m benchmarks.serve_load --target models/target --draft models/draft --streams 8
     python -m benchmarks.serve_load --target BIG --draft SMALL --streams 64 --tokens 256   # on a GPU
+    python -m benchmarks.serve_load --url http://127.0.0.1:8301 http://127.0.0.1:8302      # servers, in turns
 
 The client is a process of its own that only counts bytes, so that it takes little from the server.
 """
@@ -77,6 +78,8 @@ def through_engine(llm: LLM, prompts: list[list[int]], params: SamplingParams) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", nargs="+", help="OpenAI-compatible servers to compare instead")
+    parser.add_argument("--model", default="target", help="with --url: the model's name there")
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--k", type=int, default=4)
@@ -85,15 +88,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.url:
+        compare(args)
+        return
     llm = load(args)
     llm.warm_up()
-    source = range(3, 3 + args.streams)
-    prompts = [[(7 * n + step) % 200 + 20 for step in range(16)] for n in source]
+    prompts, bodies = requests(args)
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
-    bodies = [
-        {"prompt": ids, "max_tokens": args.tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-        for ids in prompts
-    ]
     through_engine(llm, prompts, params)  # what is done once
     alone = [through_engine(llm, prompts, params) for _ in range(args.rounds)]
     with in_thread(llm, ServerConfig(port=0)) as server:
@@ -101,6 +102,33 @@ def main() -> None:
         through_server(port, bodies)
         served = [through_server(port, bodies) for _ in range(args.rounds)]
     report(args, alone, [seconds for seconds, _ in served], [first for _, firsts in served for first in firsts])
+
+
+def requests(args: argparse.Namespace) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts as token ids, and the same as bodies of streams."""
+    prompts = [[(7 * n + step) % 200 + 20 for step in range(16)] for n in range(3, 3 + args.streams)]
+    body = {"max_tokens": args.tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body |= {"model": args.model} if args.url else {}
+    return prompts, [{**body, "prompt": ids} for ids in prompts]
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Several servers in turns, so that what else the machine does meets all of them; ratios to the first."""
+    _, bodies = requests(args)
+    ports = [int(url.rstrip("/").rpartition(":")[2]) for url in args.url]
+    for port in ports:
+        through_server(port, bodies)
+    rounds = [[through_server(port, bodies) for port in ports] for _ in range(args.rounds)]
+    tokens = args.streams * args.tokens
+    print(f"{args.streams} streams of {args.tokens} tokens, medians of {args.rounds} rounds in turns")
+    results = []
+    for url, found in zip(args.url, zip(*rounds, strict=True), strict=True):
+        seconds = statistics.median(seconds for seconds, _ in found)
+        first = statistics.median(first for _, firsts in found for first in firsts)
+        results.append((tokens / seconds, first))
+        rate, wait = results[-1][0] / results[0][0], results[-1][1] / results[0][1]
+        print(f"  {url}  {tokens / seconds:7.0f} tokens/s ({rate:.2f}x)", end="")
+        print(f"   first token {1000 * first:6.1f} ms ({wait:.2f}x)")
 
 
 def report(args: argparse.Namespace, alone: list[float], served: list[float], firsts: list[float]) -> None:

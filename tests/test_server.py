@@ -678,3 +678,20 @@ def test_chat_talks_to_a_server(server: Running, capsys: pytest.CaptureFixture[s
     assert wanted in shown and "(12 tokens" in shown
     with pytest.raises(ValueError, match="cannot be reached"):
         RemoteModel("http://127.0.0.1:9", None, None)
+
+
+def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from faircopy.server import tracing
+
+    spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(tracing.trace, "get_tracer", lambda name: provider.get_tracer(name))
+    with serving(table()) as server:
+        server.post(COMPLETIONS, prompt="a secret", max_tokens=3)
+    span = spans.get_finished_spans()[0]
+    assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == 3
+    assert "secret" not in span.to_json()
