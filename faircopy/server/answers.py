@@ -62,10 +62,9 @@ class Writer:
         ]
 
     async def whole(self, job: Job) -> Json:
-        async with job:
-            async for news in job.updates():
-                for index, updates in news.items():
-                    self.choices[index].take(updates)
+        async for news in job.updates():
+            for index, updates in news.items():
+                self.choices[index].take(updates)
         answer = self._head(self.shape.kind)
         answer["choices"] = [self.shape.choice(choice) for choice in self.choices]
         return answer | self._counts()
@@ -74,16 +73,15 @@ class Writer:
         """Server-sent events; an error becomes the last one. fail: an error as a body."""
         head = self._head(self.shape.chunk_kind)
         try:
-            async with job:
-                for choice in self.choices:
-                    opening = self.shape.opening(choice)
-                    if opening is not None:
-                        yield event({**head, "choices": [opening]})
-                async for news in job.updates():
-                    for index, updates in news.items():
-                        choice = self.choices[index]
-                        piece = choice.take(updates)
-                        yield event({**head, "choices": [self.shape.delta(choice, piece)]})
+            for choice in self.choices:
+                opening = self.shape.opening(choice)
+                if opening is not None:
+                    yield event({**head, "choices": [opening]})
+            async for news in job.updates():
+                for index, updates in news.items():
+                    choice = self.choices[index]
+                    piece = choice.take(updates)
+                    yield event({**head, "choices": [self.shape.delta(choice, piece)]})
             options = self.body.stream_options
             if options is not None and options.include_usage:
                 yield event({**head, "choices": [], **self._counts()})

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from faircopy import __version__
 from faircopy.errors import FaircopyError, RequestError
@@ -160,14 +161,14 @@ class _Routes:
     async def _answer(self, request: Request, body: Sampling, asked: Asked, shape: Shape, prefix: str) -> Response:
         number = request_id(request)
         writer = Writer(self._service, body, asked, shape, f"{prefix}-{number}", self._fingerprint)
-        job = self._service.open_job(asked.requests, body.timeout)
+        job = self._service.job(asked.requests, body.timeout)
+        if body.stream:
+            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()))
         with traced(request.url.path, self._service.name, asked.requests[0]) as span:
-            if body.stream:
-                events = writer.events(job, lambda error: as_api_error(error, number).body())
-                return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-            answer = await _unless_gone(request, job, writer)
+            async with job:
+                answer = await _unless_gone(request, writer.whole(job))
             span(answer["usage"])
-            return as_json(answer)
+        return as_json(answer)
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self._reader.check_model(body.model)
@@ -184,9 +185,21 @@ class _Routes:
         return found | ({"token_strs": [self._names(token) for token in ids]} if body.return_token_strs else {})
 
 
-async def _unless_gone(request: Request, job: Job, writer: Writer) -> dict[str, Any]:
+class JobStream(StreamingResponse):
+    """The events of a job; it begins with the answer and ends with it, however that ends."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._job:
+            await super().__call__(scope, receive, send)
+
+
+async def _unless_gone(request: Request, whole: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     """The whole answer; a client that leaves meanwhile ends its request."""
-    answer = asyncio.create_task(writer.whole(job))
+    answer = asyncio.create_task(whole)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -57,28 +57,28 @@ class Service:
         self._thread.stop()
         await asyncio.to_thread(self._thread.join, 10.0)
 
-    def open_job(self, requests: list[Request], deadline: float | None) -> Job:
+    def job(self, requests: list[Request], deadline: float | None) -> Job:
+        """The sequences of one HTTP request; they are let in when the job is entered."""
+        return Job(self, requests, _earlier(deadline, self.config.deadline))
+
+    def admit(self, tickets: list[Ticket]) -> None:
         """Let a request in, or refuse it with 429 or 503."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
         if not self.healthy:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
-        if len(requests) > self._most:
-            raise ApiError(
-                400, f"{len(requests)} sequences: more than this server ever has; send several requests", "n"
-            )
-        if self._open + len(requests) > self._most:
+        if len(tickets) > self._most:
+            raise ApiError(400, f"{len(tickets)} sequences: more than this server ever has; send several requests", "n")
+        if self._open + len(tickets) > self._most:
             self.metrics.rejected(1)
             raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": self._retry_after()})
-        return Job(self, requests, _earlier(deadline, self.config.deadline))
-
-    def admit(self, tickets: list[Ticket]) -> None:
         self._open += len(tickets)
         for ticket in tickets:
             self.metrics.began(len(ticket.request.prompt))
         self._thread.submit(tickets)
 
-    def close(self, ticket: Ticket, reason: str) -> None:
+    def ended(self, reason: str) -> None:
+        """One sequence needs its place no more."""
         self._open -= 1
         self.metrics.ended(reason)
 
@@ -118,14 +118,15 @@ class Job:
         self._service, self._deadline = service, deadline
         self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self.tickets = [Ticket(request, self._sink(index)) for index, request in enumerate(requests)]
-        self._open = dict(enumerate(self.tickets))
+        self._open: dict[int, Ticket] = {}  # by choice: let in and not finished
         self._times = _Times(service.metrics, len(requests))
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Job:
+        self._service.admit(self.tickets)
+        self._open = dict(enumerate(self.tickets))
         if self._deadline is not None:
             self._timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.put_nowait, (-1, LATE))
-        self._service.admit(self.tickets)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -133,8 +134,8 @@ class Job:
             self._timer.cancel()
         left, self._open = list(self._open.values()), {}
         self._service.cancel(left)
-        for ticket in left:
-            self._service.close(ticket, "abort")
+        for _ in left:
+            self._service.ended("abort")
 
     async def updates(self) -> AsyncIterator[dict[int, list[Update]]]:
         """What is new since the last time, by choice, until all choices are finished."""
@@ -156,14 +157,13 @@ class Job:
 
     def _sink(self, index: int) -> Any:
         def sink(update: Update) -> None:
-            ticket = self._open.get(index)
-            if ticket is None:
+            if index not in self._open:
                 return  # its client has left
             self._service.metrics.took(update)
             self._times.note(index, update)
             if update.finished is not None:
                 del self._open[index]
-                self._service.close(ticket, update.finished)
+                self._service.ended(update.finished)
             self._queue.put_nowait((index, update))
 
         return sink

@@ -36,10 +36,6 @@ class Choice:
         self.whole = Piece()
         self.counts = DraftCounts()
 
-    @property
-    def finish_reason(self) -> str | None:
-        return self.whole.finished
-
     def take(self, updates: list[Update]) -> Piece:
         """What is new; `whole` has everything."""
         piece = Piece()
