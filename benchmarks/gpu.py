@@ -72,7 +72,7 @@ class Session:
             target, small = self.widened()
             own = small if draft == "model" else draft
             return LLM(target, own, tokenizer=self.tokenizer, **options)
-        own = bundled.draft() if draft == "model" else draft
+        own = bundled.named(None if draft == "model" else draft) if draft in ("model", "clover") else draft
         if which == "transformers":
             target = self.stock()
             return LLM(target, own, tokenizer=self.tokenizer, device=self.device, dtype=NAMES[target.dtype], **options)
@@ -109,6 +109,24 @@ def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=tokens, temperature=temperature, seed=n, ignore_eos=True) for n in range(count)]
 
 
+MIXED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    {"repetition_penalty": 1.2, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.8, "logit_bias": {5: 2.0, 9: -100.0}, "bad_words": ("the dog", "Tom")},
+    {},
+    {"temperature": 0.8},
+)
+
+
+def wishes(count: int, tokens: int) -> dict[str, list[SamplingParams]]:
+    """What requests ask for: all greedy, all with one temperature, or all kinds of parameters in one batch."""
+    mixed = [SamplingParams(max_tokens=tokens, seed=n, ignore_eos=True, **MIXED[n % len(MIXED)]) for n in range(count)]
+    return {"greedy": params(count, tokens, 0.0), "T .8": params(count, tokens, 0.8), "mixed": mixed}
+
+
 PAIRS = (("widened", 128, 12, 96), ("bundled", 512, 32, 256), ("transformers", 16, 4, 24))  # prompts, alone, tokens
 
 
@@ -119,22 +137,23 @@ def exact(session: Session) -> Rows:
         if session.late:
             return
         prompts = session.prompts(count)
-        wanted = {temperature: params(count, tokens, temperature) for temperature in (0.0, 0.8)}
+        wanted = wishes(count, tokens)
         llm = session.llm(which, None, k=0, max_batch=64)
-        plain = {temperature: texts(llm, prompts, asked) for temperature, asked in wanted.items()}
-        llm = session.llm(which, None, k=0, max_batch=1)
-        for temperature, asked in wanted.items():
-            lonely = texts(llm, prompts[:alone], asked[:alone])
-            yield verdict(which, temperature, {"plain": "batch 64 against batch 1"}, lonely, plain[temperature][:alone])
+        plain = {kind: texts(llm, prompts, asked) for kind, asked in wanted.items()}
+        for about, options in (("batch 1", {"max_batch": 1}), ("eager", {"max_batch": 16, "graphs": False})):
+            llm = session.llm(which, None, k=0, **options)
+            for kind, asked in wanted.items():
+                other = texts(llm, prompts[:alone], asked[:alone])
+                yield verdict(which, kind, {"plain": f"batch 64 against {about}"}, other, plain[kind][:alone])
         for drafter, k, options, share in ways(which):
             if session.late:
                 return
             part = max(1, count // share)
             llm = session.llm(which, drafter, k=k, **options)
-            for temperature, asked in wanted.items():
+            for kind, asked in wanted.items():
                 got = texts(llm, prompts[:part], asked[:part])
-                about = {"drafter": drafter, "k": k, **options, **counts(llm)}
-                yield verdict(which, temperature, about, plain[temperature][:part], got)
+                how = {"drafter": drafter, "k": k, **options, **counts(llm)}
+                yield verdict(which, kind, how, plain[kind][:part], got)
         del llm
 
 
@@ -150,7 +169,12 @@ def ways(which: str) -> list[Way]:
         ("model", 8, {"max_batch": 8}, 8),
         ("ngram", 4, {"max_batch": 64}, 2),
     ]
-    more: list[Way] = [("model", 4, {"max_batch": 1}, 32), ("ngram", 7, {"max_batch": 8}, 16)]
+    more: list[Way] = [
+        ("model", 4, {"max_batch": 1}, 32),
+        ("ngram", 7, {"max_batch": 8}, 16),
+        ("clover", 4, {"max_batch": 64}, 4),
+        ("clover", 12, {"max_batch": 16}, 8),
+    ]
     return [*some, squeeze] if which == "widened" else [*some, *more, squeeze]
 
 
@@ -163,11 +187,9 @@ def counts(llm: LLM) -> dict[str, Any]:
     return {name: numbers[name] for name in ("steps", "acceptance", "preemptions", "tokens_per_step")}
 
 
-def verdict(
-    which: str, temperature: float, about: dict[str, Any], a: list[list[int]], b: list[list[int]]
-) -> dict[str, Any]:
+def verdict(which: str, kind: str, about: dict[str, Any], a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
     same = sum(x == y for x, y in zip(a, b, strict=True))
-    return {"pair": which, "temperature": temperature, **about, "identical": same, "of": len(a)}
+    return {"pair": which, "parameters": kind, **about, "identical": same, "of": len(a)}
 
 
 def speed(session: Session) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
@@ -27,6 +28,7 @@ from faircopy.model.loader import load_model, load_tokenizer, vocabulary_differe
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.planner import AutoLength
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
 from faircopy.verify.exact import ExactVerifier
@@ -34,7 +36,7 @@ from faircopy.verify.rejection import RejectionVerifier
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
-    from faircopy.replay import CapturedRunner
+    from faircopy.replay import CapturedPasses, CapturedRunner
 
 
 def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
@@ -110,20 +112,37 @@ def build_engine(
         drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled), (pages,)
     elif draft is not None:
         layout = strategy.layout(tables, draft, config, True, suite)
-        drafter, draft_layouts = ModelDrafter(Runner(draft, layout), target.vocab, chunk, sampled), (layout,)
+        small = Runner(draft, layout)
+        small.passes = build_passes(small, config)
+        drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
     drafter = drafter or NoDrafter()
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others, target.vocab)
     runner.wants = drafter.wants
+    runner.passes = build_passes(runner, config)
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or FixedLength(config.k)
-    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured)
+    lengths = NoLength() if plain else draft_lengths or (AutoLength if config.auto else FixedLength)(config.k)
+    beside = None if runner.passes is None else partial(runner.passes.chunk_beside, config.step_ms)
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, beside)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts)
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
+
+
+def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:
+    """The model's eager passes as graphs; None where there are none, or they cannot be captured."""
+    layout = runner.layout
+    if not config.graphs or not isinstance(layout, PagedLayout) or layout.suite is None or not layout.layers:
+        return None
+    from faircopy.capture import eager_because
+    from faircopy.replay import CapturedPasses
+
+    if eager_because(runner.model, layout):
+        return None
+    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants)
 
 
 def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | str:

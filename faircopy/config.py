@@ -26,7 +26,8 @@ class EngineConfig:
     With strategy="ragged", verifier="exact" and exact=True, only dtype and device change the tokens.
     """
 
-    k: int = 4
+    k: int = 4  # draft tokens per step and sequence, at most if `auto`
+    auto: bool = False  # each draft length is chosen by measured acceptance and cost
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -34,6 +35,7 @@ class EngineConfig:
     exact: bool = True
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
+    step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 3 times
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
@@ -52,10 +54,13 @@ class EngineConfig:
         for name in ("max_batch", "page", "lookup_min", *self._given("chunk", "threads")):
             self._whole(name, 1)
         self._whole("lookup_max", self.lookup_min)
+        if self.step_ms is not None and not self.step_ms > 0:
+            raise ConfigError("step_ms", self.step_ms, "not above 0", "give milliseconds, or None")
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
         self._one_of("dtype", ("auto", *DTYPES))
         for name in (
+            "auto",
             "exact",
             "prefix_reuse",
             "graphs",

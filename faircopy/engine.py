@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+from faircopy.draft_length import DraftLengths, NoLength
 from faircopy.drafters.base import Drafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
@@ -31,17 +33,31 @@ class Engine:
         eos: frozenset[int] = frozenset(),
         captured: CapturedRunner | str = "none were built",
         draft_layouts: tuple[Layout, ...] = (),
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
-        """captured: captured steps, or why all steps are eager. draft_layouts: caches of a draft model or head."""
+        """captured: captured steps, or why all steps are eager. draft_layouts: caches of a draft model or head.
+
+        draft_lengths: the scheduler's, which is told what steps gave and how long they took.
+        """
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.eos = scheduler, eos
         self.captured = None if isinstance(captured, str) else captured
         self.eager_because = captured if isinstance(captured, str) else None
         self.layouts = (target.layout, *draft_layouts)
         self.meter = Meter()
+        self.draft_lengths = draft_lengths or NoLength()
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
+        self._collected: float | None = None  # when the last step was, if a captured one was running behind it
         self._next_id = 0
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
+
+    def warm_up(self, k: int) -> None:
+        """On a GPU, capture all graphs now, so that no request waits for one."""
+        for passes in (self.target.passes, self.drafter.passes):
+            if passes is not None:
+                passes.warm()
+        if self.captured is not None:
+            self.captured.warm(k)
 
     @property
     def busy(self) -> bool:
@@ -91,7 +107,7 @@ class Engine:
         return self.scheduler.schedule() if self._in_flight is None else self._in_flight.plan
 
     def _eager_step(self, plan: StepPlan) -> list[Output]:
-        batch = plan.batch
+        batch, begin = plan.batch, time.perf_counter()
         draft = self.drafter.propose(batch)  # may be empty, may be wrong
         check_draft(draft, batch, self.target.model.vocab)
         draft = permitted(draft, batch)
@@ -99,7 +115,11 @@ class Engine:
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
-        return self._commit(FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded))
+        decoding = all(fed == 1 for fed in result.packed.fed)
+        self._collected, seconds = None, time.perf_counter() - begin
+        step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
+        self.draft_lengths.observe(step, seconds if decoding else None)
+        return self._commit(step)
 
     def _captured_step(self, plan: StepPlan) -> list[Output]:
         """The same calls, made by the device; their results are committed one step late, when the next one runs."""
@@ -107,7 +127,10 @@ class Engine:
         step = self._in_flight or self.captured.start(plan)  # draft, run, judge
         behind = self.scheduler.schedule_behind(plan)
         self._in_flight = self.captured.start(behind, after=step) if behind.seqs else None
-        return self._commit(self.captured.collect(step), in_flight=behind.k + 1 if behind.seqs else 0)
+        finished, now = self.captured.collect(step), time.perf_counter()
+        self.draft_lengths.observe(finished, None if self._collected is None else now - self._collected)
+        self._collected = now if behind.seqs else None
+        return self._commit(finished, in_flight=behind.k + 1 if behind.seqs else 0)
 
     def _commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided; in_flight: tokens that a step started behind this one may add to each sequence."""
@@ -120,6 +143,7 @@ class Engine:
         for seq in self.scheduler.departed():
             self.drafter.forget(seq)
             self.target.layout.forget(seq)
+            self.draft_lengths.forget(seq)
 
     def _record(self, step: FinishedStep, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()

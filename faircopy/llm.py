@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ from faircopy.text import IncrementalText
 from faircopy.threads import use_threads
 from faircopy.types import Output, Request, SamplingParams, Sequence
 
+AUTO_MAX = 8  # draft tokens of k="auto" at most
+
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
 
@@ -37,7 +40,7 @@ class LLM:
     Several threads may call it: their requests share the batch, and each step is made by one thread at a time.
 
     target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a draft head trained for this
-    target, "ngram", a Drafter of your own, or None. k: draft nodes per step and sequence.
+    target, "ngram", a Drafter of your own, or None. k: draft tokens per step and sequence, or "auto": as many as pay.
     options: the other fields of EngineConfig. speculative_config takes vLLM's keys instead of draft and k.
     """
 
@@ -45,7 +48,7 @@ class LLM:
         self,
         target: str | os.PathLike[str] | Model,
         draft: str | os.PathLike[str] | Model | Head | Drafter | None = None,
-        k: int = 4,
+        k: int | str = 4,
         *,
         speculative_config: dict[str, Any] | None = None,
         tokenizer: Any | None = None,
@@ -60,8 +63,11 @@ class LLM:
             draft, more = from_speculative(speculative_config)
             k = more.pop("k", k)
             options = more | options
-        self.config = EngineConfig(k=k, **options)
+        if k == "auto":
+            k, options = AUTO_MAX, {"auto": True, **options}
+        self.config = EngineConfig(k=k, **options)  # type: ignore[arg-type]
         use_threads(self.config.threads)
+        self._warm_up = "not done"  # or the time and the memory that it took
         self._lock = FairLock()  # around everything that reads or changes the engine
         target = os.fspath(target) if isinstance(target, os.PathLike) else target
         self.model = load_target(target, self.config)
@@ -164,6 +170,8 @@ class LLM:
             "target": model.name,
             "backend": model.backend,
             "drafter": type(self.engine.drafter).__name__,
+            "draft_length": self.engine.draft_lengths.reason,
+            "warm_up": self._warm_up,
             "captured_steps": "yes" if self.engine.captured is not None else f"no: {self.engine.eager_because}",
             **asdict(self.config),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -177,9 +185,12 @@ class LLM:
         }
 
     def warm_up(self) -> None:
-        """On a GPU, capture steps for every size of batch now, so that the first answers wait less."""
-        if self.engine.captured is not None:
-            self.engine.captured.warm(self.config.k)
+        """On a GPU, capture steps and passes of every size now: later nothing is captured on a request's time."""
+        with self._lock:
+            begin, before = time.perf_counter(), _reserved_bytes(self.model.device)
+            self.engine.warm_up(self.config.k)
+            taken = time.perf_counter() - begin
+            self._warm_up = f"{taken:.1f} s, {(_reserved_bytes(self.model.device) - before) / 2**20:.0f} MiB"
 
     def metrics(self) -> dict[str, float]:
         """Totals since this LLM was made."""
@@ -229,6 +240,11 @@ class LLM:
         finally:
             with self._lock:
                 self.engine.abort(seq)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """What torch holds of a GPU's memory, that of graphs included."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ def page_count(models: Seq[Model | Head], config: EngineConfig, max_tokens: int)
     measured = config.memory is None and device.type == "cuda"
     whole = [model for model in models if not isinstance(model, Head)] if measured else []
     choices = 12 * config.max_batch * (config.k + 1) * models[0].vocab  # a batch's logits in float32, three times
+    choices += 8 * config.max_batch * models[0].vocab if measured else 0  # token counts and biases of captured steps
     passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole) + choices
     pages = min(config.cache_bytes(device, passes) // max(1, page_bytes), -(-max_tokens // config.page))
     if pages < 1:

@@ -28,6 +28,9 @@ class CaptureRule(Protocol):
 
     max_nodes: int  # draft nodes per sequence of a captured step at most
 
+    def nodes_for(self, k: int) -> int:
+        """Nodes per sequence of the captured step that drafts of k nodes run in: k or more."""
+
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step."""
 
@@ -46,10 +49,12 @@ class Scheduler:
         draft_lengths: DraftLengths,
         chunk: int,
         capture: CaptureRule | None = None,
+        mixed_chunk: Callable[[], int] | None = None,
     ) -> None:
-        """capture: None if all steps are eager."""
+        """capture: None if all steps are eager. mixed_chunk: rows of a step in which texts go on, at most."""
         self._ledger, self._cached, self._policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
+        self._mixed_chunk = mixed_chunk or (lambda: 2 * chunk)
         self._waiting: list[Sequence] = []  # in order of arrival
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
@@ -137,11 +142,11 @@ class Scheduler:
             return StepPlan(self._capture.before_capture(batch))
         wanted = dict(zip(candidates, lengths, strict=True))
         k = max(wanted[seq] for seq in batch.seqs)
-        return StepPlan(batch, True, min(k, self._capture.max_nodes))
+        return StepPlan(batch, True, self._capture.nodes_for(min(k, self._capture.max_nodes)))
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch, chunk, before = Batch([], [], []), self._chunk, self.preemptions
+        batch, before, chunk = Batch([], [], []), self.preemptions, self._chunk_beside(candidates)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)
@@ -152,6 +157,13 @@ class Scheduler:
                     break
                 chunk -= used
         return batch
+
+    def _chunk_beside(self, candidates: list[Sequence]) -> int:
+        """Prompt tokens of this step at most: fewer if texts go on in it, whose rows count too."""
+        going_on = [seq for seq in candidates if seq in self._running and len(seq.tokens) - self._cached(seq) == 1]
+        if not going_on:
+            return self._chunk
+        return max(1, min(self._chunk, self._mixed_chunk() - len(going_on)))
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""

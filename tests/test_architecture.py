@@ -20,7 +20,7 @@ LEVELS: list[set[str]] = [
     {"layout", "sampling"},
     {"model"},
     {"capture"},
-    {"scheduler", "policy", "draft_length", "drafters", "verify"},
+    {"scheduler", "policy", "draft_length", "planner", "drafters", "verify"},
     {"papers"},
     {"replay", "strategy", "memory", "requests"},
     {"engine", "answers"},

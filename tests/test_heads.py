@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from faircopy import LLM, CheckpointError, ConfigError
+from faircopy import LLM, CheckpointError, ConfigError, bundled
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import NoDrafter
@@ -26,6 +26,7 @@ from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.model.base import Model, Taps
+from faircopy.model.loader import load_tokenizer
 from faircopy.model.runner import Runner
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
@@ -453,6 +454,29 @@ def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: s
         assert [seq.output for seq in seqs] == [seq.output for seq in plain]
         assert len(starts) > 20 and engine.meter.drafted > 0
         assert seqs[3].drafted == 0 and seqs[2].drafted <= seqs[2].steps
+
+
+def test_captured_trees_with_every_sampling_parameter() -> None:
+    """Penalties, bans, filters and log probabilities follow each node's own path, and forks are accepted."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import BAD_WORDS, MIXED, count_starts, fused
+
+    model = fused(bundled.target())
+    head = load_head(str(bundled.folder() / "clover"), load(bundled.target()))
+    tokenizer = load_tokenizer(bundled.target())
+    prompts = [list(tokenizer.encode(text))[:12] for text in bundled.prompts()[: len(MIXED)]]
+    requests = [
+        Request(tuple(p), replace(params, max_tokens=24, ignore_eos=True), n, bad_words=BAD_WORDS if n == 1 else ())
+        for n, (p, params) in enumerate(zip(prompts, MIXED, strict=True))
+    ]
+    plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
+    engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=8, max_batch=8), suite=TWINS)
+    starts = count_starts(engine)
+    seqs = run(engine, requests)
+    assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+    assert [[*map(list, seq.logprobs)] for seq in seqs] == [[*map(list, seq.logprobs)] for seq in plain]
+    assert len(starts) > 4 and sum(seq.accepted for seq in seqs) > 10
 
 
 def test_accepted_paths_are_moved_into_line() -> None:

@@ -24,6 +24,7 @@ from faircopy.model.base import Model
 from faircopy.model.fused import Fused, fused_weights
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.model.weights import Source, decoder_spec
+from faircopy.replay import passes as graphs
 from faircopy.replay import runner
 from faircopy.replay.steps import ROWS
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
@@ -198,7 +199,7 @@ def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ign
     engine = build(pair, "model", k=3)
     engine.captured.warm(3)
     made = engine.captured.captured_sizes
-    assert {k for _, k in made} == {3} and {4, 2, 1} <= {size for size, _ in made}
+    assert {k for _, k in made} == {0, 3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
     assert engine.captured.captured_sizes == made
 
@@ -247,10 +248,10 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
 def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=7)
     engine.captured.warm(7)
-    made = {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
-    assert made == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
+    made = engine.captured.captured_sizes
+    assert {size: rows for (size, k), rows in made.items() if k} == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert made == {size: rows for (size, _), rows in engine.captured.captured_sizes.items()}
+    assert engine.captured.captured_sizes == made
 
 
 def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
@@ -398,7 +399,7 @@ def test_a_draft_model_that_breaks_for_one_node_costs_nothing(pair, plain) -> No
 
 def test_eager_steps_before_captured_ones_draft_one_node(pair, plain) -> None:  # type: ignore[no-untyped-def]
     """The host makes one draft pass per step; requests that cannot be captured still get all their nodes."""
-    for params, passes in ((GREEDY, 1), (SamplingParams(max_tokens=23, logprobs=0), 4)):
+    for params, passes in ((GREEDY, 1), (SamplingParams(max_tokens=23, logprobs=21), 4)):
         engine = build(pair, "model", k=4)
         forward, calls = engine.drafter._runner.forward, []
 
@@ -467,3 +468,45 @@ def test_every_sampling_parameter_in_captured_steps(pair, drafter, k, few_rows, 
     assert [list(table) for table in asked[-1].logprobs] == [list(table) for table in logprobs]
     for ours, theirs in zip(asked[-1].logprobs, logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)  # torch's own products: rows are not exact here
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
+def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Prompts in chunks and host drafts go through padded passes of the next larger size, and change no token."""
+    monkeypatch.setattr(graphs, "ROWS", (4, 8, 16))
+    monkeypatch.setattr(graphs, "WANTED", 6)
+    sizes = []
+    graph = graphs.CapturedPasses._graph
+
+    def counted(self, rows):  # type: ignore[no-untyped-def]
+        sizes.append(rows)
+        return graph(self, rows)
+
+    monkeypatch.setattr(graphs.CapturedPasses, "_graph", counted)
+    far = SamplingParams(max_tokens=23, logprobs=21)  # not for captured steps
+    for params in (GREEDY, far):
+        engine = build(pair, drafter, k=3, chunk=13)
+        assert finish(engine, ask(engine, params)) == plain[repr(GREEDY)]
+    assert {4, 16} <= set(sizes)
+
+
+def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "model", k=2)
+    engine.warm_up(2)
+    found = engine.target.passes
+    assert set(found.times) == set(graphs.ROWS)
+    assert found.chunk_beside(1e-9) == min(graphs.ROWS)
+    assert found.chunk_beside(1e9) == max(graphs.ROWS)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_nothing_is_captured_after_warm_up(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    """Requests with fewer draft tokens, or none, run in the graphs that are there."""
+    engine = build(pair, drafter, k=3)
+    engine.warm_up(3)
+    before = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    passes = set(engine.target.passes._graphs)
+    for k in (None, 1, 0, 2):
+        assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
+    assert engine.captured.captured_sizes == before
+    assert set(engine.target.passes._graphs) == passes

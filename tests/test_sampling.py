@@ -9,6 +9,7 @@ import torch
 
 from faircopy import rng
 from faircopy.errors import RequestError
+from faircopy.kernels.filters import Filter, exclude, mass
 from faircopy.sampling import SamplingRow, choose, filtered, logprobs, probabilities
 from faircopy.testing import TableModel, plain_choice, plain_scores
 from faircopy.types import Request, SamplingParams, Sequence
@@ -155,3 +156,58 @@ def test_random_bits_differ_by_seed_position_and_use() -> None:
     assert rng.sample_seed(7, 0) == 7
     assert len({rng.sample_seed(7, i) for i in range(50)}) == 50
     assert rng.fresh_seed() != rng.fresh_seed()
+
+
+def kept_tokens(scores: torch.Tensor, what: Filter) -> set[int]:
+    scores = scores.clone()[None]
+    exclude(scores, [what])
+    return set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_masses_are_probabilities(temperature: float) -> None:
+    """The integer masses, over their sum, are the softmax in float64."""
+    torch.manual_seed(0)
+    scores = torch.randn(5000) * 4
+    weights = mass(scores, scores.max(), Filter.of(temperature, 0, 0.9, 0.0).steps).double()
+    wanted = torch.softmax(scores.double() / temperature, 0)
+    likely = wanted > 1e-6
+    assert torch.allclose((weights / weights.sum())[likely], wanted[likely], rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_top_p_is_the_float64_cumulative_sum_away_from_its_border(top_p: float, top_k: int) -> None:
+    for seed in range(20):
+        scores = torch.randn(3000, generator=torch.Generator().manual_seed(seed)) * 3
+        found = kept_tokens(scores, Filter.of(0.8, top_k, top_p, 0.0))
+        exact = scores.double() / 0.8
+        if top_k:
+            exact = exact.masked_fill(exact < exact.topk(top_k).values[-1], -torch.inf)
+        ordered, ids = exact.sort(descending=True)
+        probs = torch.softmax(ordered, 0)
+        before = probs.cumsum(0) - probs
+        certain = (before - top_p).abs() > 1e-6
+        wanted = {int(i) for i, b, sure in zip(ids, before, certain, strict=True) if sure and b < top_p}
+        unsure = {int(i) for i, sure in zip(ids, certain, strict=True) if not sure}
+        assert wanted <= found <= wanted | unsure
+
+
+def test_of_equal_scores_the_lowest_ids_are_kept() -> None:
+    scores = torch.zeros(100)
+    scores[70] = 1.0
+    found = kept_tokens(scores, Filter.of(1.0, 0, 0.5, 0.0))
+    assert found == {70, *range(len(found) - 1)}
+    assert kept_tokens(scores, Filter.of(1.0, 3, 1.0, 0.0)) == set(range(100))  # top-k keeps all that equal the third
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.01, 50.0])
+def test_filters_at_extreme_temperatures(temperature: float) -> None:
+    scores = torch.tensor([0.0, 5.0, 4.0, -torch.inf, 5.0])
+    found = kept_tokens(scores, Filter.of(temperature, 0, 0.6, 0.0))
+    assert 1 in found and 3 not in found
+
+
+def test_a_filter_that_is_off_excludes_nothing() -> None:
+    assert not Filter.of(0.7, 0, 1.0, 0.0).active
+    assert kept_tokens(torch.randn(50), Filter.of(0.7, 0, 1.0, 0.0)) == set(range(50))

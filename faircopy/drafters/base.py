@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.model.runner import Result
+from faircopy.model.runner import Passes, Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Drafter(ABC):
     """
 
     wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
+    passes: Passes | None = None  # a draft model's passes, if they are graphs
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     @abstractmethod

@@ -29,6 +29,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: Runner, vocab: int, chunk: int, sampled: bool = False) -> None:
         self._runner, self._vocab, self._chunk = runner, vocab, chunk
+        self.passes = runner.passes
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
         self._mute: set[Sequence] = set()  # sequences it cannot read any further
         self._fed = Batch([], [], [])

@@ -55,7 +55,7 @@ class PerRequestDrafter(Drafter):
     def __init__(self, default: Drafter, others: Mapping[str, Drafter], vocab: int) -> None:
         self.default, self._others, self._vocab = default, dict(others), vocab
         self._prediction = PredictionDrafter()
-        self.wants, self.expensive = default.wants, default.expensive
+        self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
 
     @property
     def names(self) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,21 @@ from faircopy.types import Batch, Draft, Sequence, Verdict
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.attention import PageLane
     from faircopy.kernels.gpu.suite import Suite
+
+
+@dataclass(slots=True)
+class RowList:
+    """The rows of a pass on the host; `place` brings them to the device."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[Ints] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)  # without kernels
+    pages: list[PageLane] = field(default_factory=list)  # with kernels
+    fed: list[int] = field(default_factory=list)
+    nodes: list[range] = field(default_factory=list)
+    rows: list[range] = field(default_factory=list)
 
 
 class PagedLayout:
@@ -60,46 +76,46 @@ class PagedLayout:
 
     def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> Packed:
         """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[Ints] = []
-        wanted: list[int] = []
-        lanes: list[Lane] = []
-        pages: list[PageLane] = []
-        fed: list[int] = []
-        nodes: list[range] = []
-        rows: list[range] = []
+        return self.place(self.list_rows(batch, draft, done), batch)
+
+    def list_rows(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> RowList:
+        """The rows of a pass, on the host."""
+        listed = RowList()
         for i, seq in enumerate(batch.seqs):
             start, upto = self.cached(seq), batch.upto[i]
             first_node = min(done if isinstance(done, int) else done[i], len(draft.tokens[i]))
             live = range(first_node, len(draft.tokens[i])) if batch.complete(i) else range(0)
-            end = upto + live.stop
+            end, row = upto + live.stop, len(listed.ids)
             if self.suite is None:
                 path = self._slots(seq, end)
-                lanes += self._lanes(seq, draft, i, len(ids), start, upto, live, path)
-                slots += [path[start:upto], path[upto + live.start :]]
+                listed.lanes += self._lanes(seq, draft, i, row, start, upto, live, path)
+                listed.slots += [path[start:upto], path[upto + live.start :]]
             else:
-                pages += self._page_lanes(draft, i, len(ids), upto - start, upto, live)
-                slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
-            before = len(wanted)
-            wanted += (len(ids) + row for row in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
-            ids += seq.tokens[start:upto]
-            ids += draft.tokens[i][live.start : live.stop]
-            positions += range(start, upto)
-            positions += _node_positions(draft, i, upto, live)
-            fed.append(upto - start)
-            nodes.append(live)
-            rows.append(range(before, len(wanted)))
+                listed.pages += self._page_lanes(draft, i, row, upto - start, upto, live)
+                listed.slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
+            before = len(listed.wanted)
+            listed.wanted += (row + place for place in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
+            listed.ids += seq.tokens[start:upto]
+            listed.ids += draft.tokens[i][live.start : live.stop]
+            listed.positions += range(start, upto)
+            listed.positions += _node_positions(draft, i, upto, live)
+            listed.fed.append(upto - start)
+            listed.nodes.append(live)
+            listed.rows.append(range(before, len(listed.wanted)))
             self._nodes[seq] = live.stop
+        return listed
+
+    def place(self, listed: RowList, batch: Batch) -> Packed:
+        """The same rows on the device, with the plans for attention."""
         return Packed(
-            torch.tensor(ids, dtype=torch.int64, device=self.device),
-            torch.tensor(positions, dtype=torch.int64, device=self.device),
-            torch.from_numpy(np.concatenate(slots)).to(self.device),
-            self._plans(lanes, len(ids)) if self.suite is None else self._page_plans(pages, batch),
-            torch.tensor(wanted, dtype=torch.int64, device=self.device),
-            fed,
-            nodes,
-            rows,
+            torch.tensor(listed.ids, dtype=torch.int64, device=self.device),
+            torch.tensor(listed.positions, dtype=torch.int64, device=self.device),
+            torch.from_numpy(np.concatenate(listed.slots)).to(self.device),
+            self._plans(listed.lanes, len(listed.ids)) if self.suite is None else self._page_plans(listed.pages, batch),
+            torch.tensor(listed.wanted, dtype=torch.int64, device=self.device),
+            listed.fed,
+            listed.nodes,
+            listed.rows,
         )
 
     def attend(

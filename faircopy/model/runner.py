@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,18 +28,37 @@ class Result:
         return self.logits[rows.start : rows.stop]
 
 
-class Runner:
-    """A model and the layout its keys and values lie in."""
+class Passes(Protocol):
+    """Runs packed passes in a way of its own, see replay.passes."""
 
-    def __init__(self, model: Model, layout: Layout, wants: tuple[int, ...] = ()) -> None:
-        self.model, self.layout, self.wants = model, layout, wants
+    def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        """The packed rows, the logits of the wanted ones and the hidden states of all."""
+
+    def warm(self) -> None:
+        """Make now what would be made when it is first needed."""
+
+    def chunk_beside(self, step_ms: float | None) -> int:
+        """Rows of a step in which texts go on and prompts are read, so that it takes step_ms milliseconds at most.
+
+        None: 3 times as long as a step without prompts.
+        """
+
+
+class Runner:
+    """A model and the layout its keys and values lie in. passes: how its passes run; None: operation by operation."""
+
+    def __init__(self, model: Model, layout: Layout, wants: tuple[int, ...] = (), passes: Passes | None = None) -> None:
+        self.model, self.layout, self.wants, self.passes = model, layout, wants, passes
 
     @torch.no_grad()
     def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:
         """One packed pass over uncached tokens and the draft nodes from `done` on."""
-        packed = self.layout.pack(batch, draft, done)
-        taps = Taps(self.wants)
-        logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
+        packed, logits, states = (self.passes.run if self.passes is not None else self._run)(batch, draft, done)
         self.layout.advance(batch)
-        states = {layer: packed.unpadded(rows) for layer, rows in taps.states.items()}
+        states = {layer: packed.unpadded(rows) for layer, rows in states.items()}
         return Result(packed, logits, self.layout.healthy, states)
+
+    def _run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        packed, taps = self.layout.pack(batch, draft, done), Taps(self.wants)
+        logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
+        return packed, logits, taps.states

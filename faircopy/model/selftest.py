@@ -94,9 +94,7 @@ class RowTrial:
     def difference(self, count: int) -> str | None:
         """What differs between rows alone and in one pass of `count` rows; None: no bit."""
         takes = self._takes(count)
-        soon = (
-            takes if self._model.device.type == "cpu" else self._seqs
-        )  # a GPU reads all at once, a CPU may stop early
+        soon = takes if self._model.device.type == "cpu" else self._seqs  # a CPU may stop early
         self._read([seq for seq in soon if seq not in self._references])
         result = self._run(takes)
         for i, (seq, taken) in enumerate(takes.items()):
@@ -180,10 +178,10 @@ def _row(takes: Takes, seq: Sequence, row: int) -> int:
 def text_lengths(model: Model, most: int) -> list[int]:
     """Lengths of texts, ascending, that end on both sides of borders and have `most` rows together."""
     borders = {*_BORDERS, *(layer.window for layer in model.layers if 0 < layer.window <= _WIDEST)}
-    lengths = [5, 7, 20, *(border + side for border in borders for side in (0, 1))]
+    lengths = [5, 20, *(border + side for border in borders for side in (0, 1))]
     lengths = sorted({min(length, model.context - 1) for length in lengths})
     while sum(lengths) < most:
-        lengths.append(min(200 + len(lengths), model.context - 1))
+        lengths.append(min(max(most - sum(lengths), 200 + len(lengths)), model.context - 1))
     return sorted(lengths)
 
 

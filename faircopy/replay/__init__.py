@@ -1,6 +1,7 @@
-"""Captured steps: draft, verify and accept replayed as CUDA graphs, see `runner`."""
+"""CUDA graphs: whole steps (draft, verify and accept, see `runner`) and single passes (see `passes`)."""
 
 from faircopy.replay.in_flight import InFlightStep
+from faircopy.replay.passes import CapturedPasses
 from faircopy.replay.runner import CapturedRunner
 
-__all__ = ["CapturedRunner", "InFlightStep"]
+__all__ = ["CapturedPasses", "CapturedRunner", "InFlightStep"]

@@ -70,6 +70,7 @@ class CapturedRunner:
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._controls = [self._on_host(self._batch_slots.control.shape) for _ in range(2)]
@@ -126,10 +127,15 @@ class CapturedRunner:
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
 
     def warm(self, k: int) -> None:
-        """Capture all graphs for k nodes now rather than when they are first needed."""
-        k = min(k, self.max_nodes)
-        for size in reversed(self._buckets):
-            self._graph(self._bucket(size, k), k)[1].warm()
+        """Capture all graphs for k nodes and for none now; from then on no others are captured."""
+        for nodes in sorted({min(k, self.max_nodes), 0}, reverse=True):
+            for size in reversed(self._buckets):
+                self._graph(self._bucket(size, nodes), nodes)[1].warm()
+            self._warmed.append(nodes)
+
+    def nodes_for(self, k: int) -> int:
+        """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""
+        return min((nodes for nodes in self._warmed if nodes >= k), default=k)
 
     def around_steps(self, hook: Callable[[], AbstractContextManager[None]]) -> None:
         """Enter hook() around the start of every later step, for example to time it on the device."""
@@ -190,7 +196,7 @@ class CapturedRunner:
 
     def _make_step(self, graph: GraphState) -> Step:
         rows = graph.size * (graph.k + 1)
-        if self._packs and rows > FEW_ROWS:
+        if self._packs and graph.k and rows > FEW_ROWS:
             return self._two_graphs(graph)
         work = self._steps.chains(graph) if graph.trees is None else self._steps.trees(graph, graph.trees)
         self._try(graph, work)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
@@ -130,6 +131,25 @@ def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
     plan.ranges.view(size, -1, 2)[..., 1] = block
     plan.tails.ranges.view(size, -1, 2)[..., 0] = block
     plan.tails.bases.view(size, -1)[:] = base[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class TileList:
+    """Tiles of one height on the host, for plans whose tensors stay where they are."""
+
+    rows: NDArray[np.int32]  # [tiles, height]
+    ranges: NDArray[np.int32]  # [tiles, 2]
+    seqs: NDArray[np.int32]  # [tiles]
+
+    @classmethod
+    def cut(cls, lanes: list[PageLane], height: int) -> TileList:
+        """Chains cut into tiles; there are no trees among them."""
+        cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
+        rows = np.full((len(cuts), height), -1, np.int32)
+        for n, (_, cut) in enumerate(cuts):
+            rows[n, : len(cut)] = cut
+        numbers = np.array([[lane.first, lane.stop, lane.seq] for lane, _ in cuts], np.int32).reshape(-1, 3)
+        return cls(rows, numbers[:, :2], numbers[:, 2])
 
 
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:

@@ -1,0 +1,242 @@
+"""Passes from the host as CUDA graphs: a graph per number of rows, into whose inputs the host writes a batch's rows.
+
+Whatever captured steps do not take (prompts, drafters and verifiers on the host) runs pass by pass. Launched kernel by
+kernel a pass costs the host more time than the device; as a graph it is one copy and one launch. Rows beyond a batch's
+own write to the scratch page and are ignored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from faircopy.kernels.gpu.attention import PagePlan, TileList, block_length, tile_height
+from faircopy.layout.base import Packed
+from faircopy.layout.paged import PagedLayout, RowList
+from faircopy.model.base import Model, Taps
+from faircopy.types import Batch, Draft
+
+ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
+WANTED = 128  # rows whose logits a graph computes at most
+
+
+class CapturedPasses:
+    """Runs the passes of one model over one cache, as graphs where they fit."""
+
+    def __init__(self, model: Model, layout: PagedLayout, max_seqs: int, wants: tuple[int, ...] = ()) -> None:
+        self._model, self._layout, self._wants = model, layout, wants
+        self._tables = _Tables(layout, max_seqs, model.context)
+        self._graphs: dict[int, _PassGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.times: dict[int, float] = {}  # rows -> seconds, of the graphs that were warmed
+
+    def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        """The packed rows, the logits of the wanted ones and the hidden states of all."""
+        listed = self._layout.list_rows(batch, draft, done)
+        size = self._size(listed, batch)
+        if size is not None:
+            return self._graph(size).run(listed, batch)
+        packed, taps = self._layout.place(listed, batch), Taps(self._wants)
+        return packed, self._model.forward(packed, self._layout, *([taps] if self._wants else [])), taps.states
+
+    def warm(self) -> None:
+        """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
+        for rows in sorted(self._sizes(), reverse=True):
+            self.times[rows] = self._graph(rows).measure()
+
+    def chunk_beside(self, step_ms: float | None) -> int:
+        """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
+        if not self.times:
+            return UNTIMED
+        allowed = 3.0 * min(self.times.values()) if step_ms is None else step_ms / 1e3
+        return max((rows for rows, taken in self.times.items() if taken <= allowed), default=min(self.times))
+
+    def _sizes(self) -> Iterator[int]:
+        context = self._model.context * self._tables.max_seqs
+        return (rows for n, rows in enumerate(ROWS) if n == 0 or ROWS[n - 1] < context)
+
+    def _size(self, listed: RowList, batch: Batch) -> int | None:
+        """The graph that takes these rows; None: they run kernel by kernel."""
+        trees = any(len(lane.path) or lane.first for lane in listed.pages)
+        if trees or len(listed.wanted) > WANTED or len(batch) > self._tables.max_seqs:
+            return None
+        return next((rows for rows in ROWS if len(listed.ids) <= rows), None)
+
+    def _graph(self, rows: int) -> _PassGraph:
+        if rows not in self._graphs:
+            self._graphs[rows] = _PassGraph(self._model, self._layout, self._tables, rows, self._wants, self._pool)
+        return self._graphs[rows]
+
+
+class _Tables:
+    """What all graphs of a model share: the page tables of a batch."""
+
+    def __init__(self, layout: PagedLayout, max_seqs: int, context: int) -> None:
+        self.max_seqs, self.page = max_seqs, layout.tables.page
+        self.pages = layout.tables.pages_for(context)
+        self.scratch_page = layout.scratch // self.page
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A part of the inputs' memory."""
+
+    name: str
+    kind: torch.dtype
+    shape: tuple[int, ...]
+    empty: int  # what rows, tiles and tables without a sequence hold
+
+
+class _Inputs:
+    """The inputs of a graph in one block of memory, so that one copy brings them to the device."""
+
+    def __init__(self, fields: list[_Field], device: torch.device) -> None:
+        sizes = [-(-field.kind.itemsize * int(np.prod(field.shape)) // 16) * 16 for field in fields]
+        pinned = device.type == "cuda"
+        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._hosts = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn, self._empty = 0, {field.name: field.empty for field in fields}
+        self.tensors = self._views(self._device, fields, sizes)
+        self._arrays = [{n: t.numpy() for n, t in self._views(host, fields, sizes).items()} for host in self._hosts]
+
+    def write(self, values: dict[str, NDArray[Any]]) -> None:
+        """Bring these values to the beginnings of the fields, with the rest empty."""
+        self._turn = 1 - self._turn
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        for name, array in self._arrays[self._turn].items():
+            array[...] = self._empty[name]
+            array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._device.is_cuda:
+            self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied[self._turn].record()  # type: ignore[union-attr]
+
+    @staticmethod
+    def _views(memory: Tensor, fields: list[_Field], sizes: list[int]) -> dict[str, Tensor]:
+        found, at = {}, 0
+        for field, size in zip(fields, sizes, strict=True):
+            part = memory[at : at + field.kind.itemsize * int(np.prod(field.shape))]
+            found[field.name] = part.view(field.kind).view(field.shape)
+            at += size
+        return found
+
+
+class _PassGraph:
+    """A pass over a fixed number of rows."""
+
+    def __init__(
+        self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any
+    ) -> None:
+        self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
+        line_bytes = max(shape.head_dim for shape in layout.layers) * layout.itemsize
+        self._heights = {shape.group: tile_height(shape.group, line_bytes) for shape in layout.layers}
+        self._inputs = _Inputs(list(self._fields()), model.device)
+        self._packed = self._pack()
+        self._write(RowList(), [])
+        self._replay = self._capture(pool)
+
+    @torch.no_grad()
+    def run(self, listed: RowList, batch: Batch) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        self._write(listed, [self._layout.tables.table(seq) for seq in batch.seqs])
+        self._replay()
+        count, inputs = len(listed.ids), self._inputs.tensors
+        packed = Packed(
+            inputs["ids"][:count], inputs["positions"][:count], inputs["slots"][:count], {},
+            inputs["wanted"][: len(listed.wanted)], listed.fed, listed.nodes, listed.rows,
+        )  # fmt: skip
+        self._layout.watch(self._healthy[:count])
+        # states outlive the pass, and the next one writes over these
+        return packed, self._wanted_logits(listed), {n: rows[:count].clone() for n, rows in self._states.items()}
+
+    def _wanted_logits(self, listed: RowList) -> Tensor:
+        count = len(listed.wanted)
+        first = self._rows > WANTED or listed.wanted == list(range(count))
+        return self._logits[:count] if first else self._logits[self._inputs.tensors["wanted"][:count]]
+
+    def measure(self) -> float:
+        """Seconds that one pass of padding rows takes, the best of three."""
+        taken = []
+        for _ in range(3):
+            _wait(self._model.device)
+            begin = time.perf_counter()
+            self._replay()
+            _wait(self._model.device)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
+
+    def _fields(self) -> Iterator[_Field]:
+        layout, rows, most = self._layout, self._rows, self._tables.max_seqs
+        yield _Field("slots", torch.int64, (rows,), layout.scratch)
+        yield _Field("wanted", torch.int64, (min(rows, WANTED),), 0)  # of few rows all logits are computed
+        yield _Field("ids", torch.int32, (rows,), 0)
+        yield _Field("positions", torch.int32, (rows,), 0)
+        yield _Field("tables", torch.int32, (most, self._tables.pages), self._tables.scratch_page)
+        for group, height in self._heights.items():
+            tiles = rows // height + most
+            yield _Field(f"rows {group}", torch.int32, (tiles, height), -1)
+            yield _Field(f"ranges {group}", torch.int32, (tiles, 2), 0)
+            yield _Field(f"seqs {group}", torch.int32, (tiles,), 0)
+
+    def _write(self, listed: RowList, tables: list[list[int]]) -> None:
+        pages = np.full((len(tables), max(map(len, tables), default=0)), self._tables.scratch_page, np.int32)
+        for row, table in zip(pages, tables, strict=True):
+            row[: len(table)] = table
+        values: dict[str, NDArray[Any]] = {
+            "slots": np.concatenate(listed.slots) if listed.slots else np.zeros(0, np.int64),
+            "wanted": np.array(listed.wanted, np.int64),
+            "ids": np.array(listed.ids, np.int32),
+            "positions": np.array(listed.positions, np.int32),
+            "tables": pages,
+        }
+        for group, height in self._heights.items():
+            tiles = TileList.cut(listed.pages, height)
+            values |= {f"rows {group}": tiles.rows, f"ranges {group}": tiles.ranges, f"seqs {group}": tiles.seqs}
+        self._inputs.write(values)
+
+    def _pack(self) -> Packed:
+        inputs, reach = self._inputs.tensors, self._tables.pages * self._tables.page
+        wanted = inputs["wanted"] if self._rows > WANTED else torch.arange(self._rows, device=self._model.device)
+        shortest = min(block_length(shape.head_dim, self._layout.itemsize) for shape in self._layout.layers)
+        plans = {
+            (shape.window, shape.group): PagePlan(
+                inputs[f"rows {shape.group}"], inputs[f"ranges {shape.group}"], inputs[f"seqs {shape.group}"],
+                inputs["tables"], self._tables.page, -(-reach // shortest),
+            )
+            for shape in self._layout.layers
+        }  # fmt: skip
+        return Packed(inputs["ids"], inputs["positions"], inputs["slots"], plans, wanted, [], [], [])
+
+    @torch.no_grad()
+    def _capture(self, pool: Any) -> Any:
+        """Run once, which compiles what is missing, then record; without a GPU, the pass itself."""
+        self._pass()
+        if pool is None:
+            return self._pass
+        torch.cuda.synchronize(self._model.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._pass()
+        return graph.replay
+
+    @torch.no_grad()
+    def _pass(self) -> None:
+        taps = Taps(self._wants)
+        self._logits = self._model.forward(self._packed, self._layout, *([taps] if self._wants else []))
+        assert self._layout.healthy is not None, "every pass checks its states"
+        self._healthy, self._states = self._layout.healthy, taps.states
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,118 @@
+"""k="auto": acceptance and cost are learned, and drafting stops where it does not pay."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from faircopy import LLM, ConfigError, SamplingParams, bundled
+from faircopy.planner import Acceptance, AutoLength, StepTimes, bucket
+from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(n, Request((1,)), [1]) for n in range(count)]
+
+
+def simulate(chooser: AutoLength, rate: float, cost, steps: int = 400, batch: int = 4, seed: int = 0):  # type: ignore[no-untyped-def]
+    """Tokens and seconds of an engine whose drafts are right with this chance and whose steps take cost(batch, k)."""
+    source, seqs, tokens, seconds = random.Random(seed), sequences(batch), 0, 0.0
+    chosen = []
+    for _ in range(steps):
+        lengths = chooser.choose(seqs)
+        accepted = []
+        for length in lengths:
+            good = 0
+            while good < length and source.random() < rate:
+                good += 1
+            accepted.append(good)
+        taken = cost(batch, max(lengths))
+        verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
+        draft = Draft.chains([[0] * length for length in lengths])
+        chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
+        tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
+        chosen.append(max(lengths))
+    return tokens, seconds, chosen
+
+
+def plain_rate(cost, batch: int = 4) -> float:  # type: ignore[no-untyped-def]
+    return batch / cost(batch, 0)
+
+
+def test_acceptance_by_position_is_learned() -> None:
+    found, (seq,) = Acceptance(), sequences(1)
+    for _ in range(600):
+        found.observe(seq, 3, 1)  # the first is always right, the second never
+    first, second, third = found.survival(seq, 3)
+    assert first > 0.95 and second < 0.1 and third <= second
+
+
+def test_a_sequence_has_a_rate_of_its_own() -> None:
+    found, (good, bad) = Acceptance(), sequences(2)
+    for _ in range(60):
+        found.observe(good, 2, 2)
+        found.observe(bad, 2, 0)
+    assert found.survival(good, 1)[0] > 1.3 * found.survival(bad, 1)[0]
+
+
+def test_times_between_known_ones_lie_on_a_line() -> None:
+    times = StepTimes()
+    for k, seconds in ((0, 1.0), (4, 3.0)):
+        for _ in range(3):
+            times.add(6, k, seconds)
+    assert times.of(8, 2) == pytest.approx(2.0) and times.of(5, 8) == pytest.approx(5.0)
+    assert times.of(64, 0) is None and bucket(33) == 64
+
+
+def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:
+    def cheap(batch: int, k: int) -> float:
+        return 1.0 + 0.1 * k
+
+    tokens, seconds, chosen = simulate(AutoLength(8), 0.9, cheap)
+    assert tokens / seconds > 2.5 * plain_rate(cheap) and max(chosen[100:]) >= 4
+    tokens, seconds, chosen = simulate(AutoLength(8), 0.0, cheap, steps=2000)
+    assert tokens / seconds > 0.98 * plain_rate(cheap) and sum(k > 0 for k in chosen[300:]) < 60
+
+
+def test_drafting_stops_where_rows_cost_too_much() -> None:
+    def dear(batch: int, k: int) -> float:
+        return 1.0 + k
+
+    tokens, seconds, _ = simulate(AutoLength(8), 0.6, dear, steps=2000)
+    assert tokens / seconds > 0.98 * plain_rate(dear)
+
+
+def test_a_drafter_that_turns_bad_is_left() -> None:
+    def cheap(batch: int, k: int) -> float:
+        return 1.0 + 0.15 * k
+
+    chooser = AutoLength(8)
+    simulate(chooser, 0.9, cheap, steps=300)
+    tokens, seconds, chosen = simulate(chooser, 0.05, cheap, steps=1500)
+    assert sum(k > 0 for k in chosen[400:]) < 100
+    assert tokens / seconds > 0.9 * plain_rate(cheap)
+
+
+def test_the_length_is_near_the_best_fixed_one() -> None:
+    def cost(batch: int, k: int) -> float:
+        return 1.0 + 0.2 * k
+
+    def fixed(k: int, rate: float = 0.75) -> float:
+        return sum(rate**j for j in range(k + 1)) / cost(4, k)
+
+    tokens, seconds, _ = simulate(AutoLength(8), 0.75, cost, steps=2000)
+    assert tokens / seconds / 4 > 0.93 * max(map(fixed, range(9)))
+
+
+def test_texts_do_not_depend_on_it() -> None:
+    prompts, params = bundled.prompts()[:3], SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = LLM(bundled.target(), device="cpu", dtype="float32").generate(prompts, params)
+    llm = LLM(bundled.target(), bundled.draft(), k="auto", device="cpu", dtype="float32")
+    assert [a.token_ids for a in llm.generate(prompts, params)] == [a.token_ids for a in plain]
+    assert "batch" in llm.explain()["draft_length"] or "drafting" in llm.explain()["draft_length"]
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match="k"):
+        LLM(bundled.target(), bundled.draft(), k="many")
