@@ -45,7 +45,7 @@ async def _pages(service: Service) -> dict[str, Any] | None:
 
 def plan_in_words(llm: LLM) -> str:
     """How draft lengths are chosen, as a sentence."""
-    drafter, config = llm.engine.drafter, llm.config
+    drafter = llm.engine.drafter
     default = drafter.default if isinstance(drafter, PerRequestDrafter) else drafter
     where = f"{str(llm.model.dtype).removeprefix('torch.')} on {llm.model.device}"
     if type(default) is NoDrafter:
@@ -53,6 +53,5 @@ def plan_in_words(llm: LLM) -> str:
             f"Plain decoding: the server has no drafter. Requests may bring a prediction or ask for n-grams. {where}."
         )
     name = type(default).__name__.removesuffix("Drafter").lower()
-    return (
-        f"Every sequence gets {config.k} draft tokens a step from the {name} drafter unless it asks otherwise. {where}."
-    )
+    chosen = llm.engine.draft_lengths.reason
+    return f"Sequences get draft tokens from the {name} drafter ({chosen}) unless they ask otherwise. {where}."
