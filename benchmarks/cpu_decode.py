@@ -30,10 +30,10 @@ SHAPE = {
 }
 
 
-def make_model(damp: float = 0.02) -> LlamaForCausalLM:
+def make_model(damp: float = 0.02, shape: dict[str, int] = SHAPE) -> LlamaForCausalLM:
     """Random weights; later layers are damped so that the first two agree with the whole most of the time."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
     for layer in model.model.layers[2:]:
         layer.self_attn.o_proj.weight.data *= damp
         layer.mlp.down_proj.weight.data *= damp

@@ -337,13 +337,13 @@ def measure_exactness(bench: Bench, prompts: list[list[int]]) -> None:
             name = name_of(variant, k, tree)
             if not (bench.folder(variant) / "config.json").exists() or bench.left() < 0:
                 continue
-            if bench.known(target=bench.name, kind="exact", variant=name, heat=temperature):
+            if bench.known(target=bench.name, kind="exact", variant=name, temperature=temperature):
                 continue
             texts = decode(
                 engine_for(bench, variant, k, bench.args.accept_batch, tree), many, bench.args.new, temperature
             ).texts
             same = sum(a == b for a, b in zip(texts, plain, strict=True))
-            bench.note(kind="exact", variant=name, heat=temperature, identical=same, of=len(plain))
+            bench.note(kind="exact", variant=name, temperature=temperature, identical=same, of=len(plain))
 
 
 def run(bench: Bench) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
@@ -18,17 +21,19 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
+from faircopy.kernels.memory import give_back_free_memory
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.memory import page_count
-from faircopy.model.anatomy import identity, is_head
+from faircopy.model.anatomy import file_states, identity, is_head
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.planner import AutoLength
+from faircopy.progress import doing
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
 from faircopy.verify.exact import ExactVerifier
@@ -42,13 +47,36 @@ if TYPE_CHECKING:
 def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
     """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
     if isinstance(target, str):
-        target = load_model(target, config.torch_dtype(), config.torch_device(), config.exact)
-        test_once(target, config.exact)
-        if isinstance(target, TransformersModel):
-            target.release_weights()
+        target = _loaded_once(target, config)
     if not hasattr(target, "forward") or not hasattr(target, "layers"):
         raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
     return target  # type: ignore[no-any-return]
+
+
+def _loaded_once(name: str, config: EngineConfig) -> Model:
+    """On a CPU a checkpoint that another LLM has in use in the same way is not loaded again."""
+    dtype, device = config.torch_dtype(), config.torch_device()
+    if device.type != "cpu":
+        return _loaded(name, config)
+    key = (file_states(name), dtype, config.exact, torch.get_num_threads())
+    model = _IN_USE.get(key)
+    if model is None:
+        model = _IN_USE[key] = _loaded(name, config)
+    return model
+
+
+def _loaded(name: str, config: EngineConfig) -> Model:
+    with doing(f"{name}: reading and packing weights"):
+        model = load_model(name, config.torch_dtype(), config.torch_device(), config.exact)
+    with doing(f"{name}: testing that rows do not depend on their batch"):
+        test_once(model, config.exact)
+    if isinstance(model, TransformersModel):
+        model.release_weights()
+    give_back_free_memory()
+    return model
+
+
+_IN_USE: WeakValueDictionary[Any, Model] = WeakValueDictionary()
 
 
 def test_once(model: Model, exact: bool) -> None:

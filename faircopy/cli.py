@@ -103,7 +103,10 @@ def generate(
     if system is not None and not chat:
         raise ConfigError("--system", system, "given without --chat", "add --chat: only a chat template has a place")
     asked = read_prompts(prompts or [], file)
-    answers = _answer_file(out, asked, resume, overwrite)
+    if params.asks_logprobs and out is None and not as_json:
+        field = "logprobs" if params.logprobs is not None else "prompt_logprobs"
+        raise ConfigError(field, True, "text has no place for them", "add --json or --out FILE")
+    answers = _answer_file(out, asked, params, resume, overwrite)
     options = _engine_options(dtype, device, memory, threads, exact)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, **options)
     if explain:
@@ -115,7 +118,7 @@ def generate(
 
 @app.command(cls=Command)
 @stoppable
-@with_sampling(left_out=("n",), max_tokens=256)
+@with_sampling(left_out=("n", "logprobs", "prompt_logprobs"), max_tokens=256)
 def chat(
     params: Any,
     target: Target = None,
@@ -268,9 +271,7 @@ def audit(
 
     Ctrl-C keeps the report of what was compared.
     """
-    from faircopy.audit.report import print_report
-    from faircopy.files import replace_text
-    from faircopy.terminal.audit import SECONDS, Shown
+    from faircopy.terminal.audit import SECONDS, Sampling, audit_and_show
 
     asked = _audited_prompts(prompts, file, own=target is None and not url, limit=limit)
     writable("--html", html)
@@ -280,44 +281,23 @@ def audit(
         raise ConfigError("--seconds", seconds, "given beside --url", "limit an audit of servers with --limit")
     if seconds is None and not (prompts or file or limit or target or draft or k or batch):
         seconds = SECONDS
-    console = Console(stderr=as_json)
-    with console.status("auditing") as status:
-        if url:
-            from faircopy.audit.servers import audit_servers
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    if url:
+        from faircopy.terminal.audit import servers_audit
 
-            report = audit_servers(
-                url, asked, model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed or 0,
-                concurrency=tuple(concurrency or (1, 8)), timeout=timeout, tie=tie, api_key=api_key,
-            )  # fmt: skip
-        else:
-            from faircopy.audit.models import audit_models
-            from faircopy.types import SamplingParams
-
-            shown = Shown(console, status)
-            report = audit_models(
-                target or bundled.target(),
-                _audited_drafts(draft, own=target is None),
-                asked,
-                SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
-                batches=tuple(batch or (1, 4, 8)),
-                ks=tuple(k or (2, 4, 8)),
-                seconds=seconds or None,
-                watch=shown,
-                progress=shown.on_progress,
-                dtype=dtype,
-                device=device,
-                exact=exact,
-            )
-    if as_json:
-        print(report.to_json())
+        options = {"model": model, "concurrency": concurrency or (1, 8), "timeout": timeout, "tie": tie}
+        audited = servers_audit(url, asked, sampling, **options, api_key=api_key)
     else:
-        print_report(report, console)
-    if html:
-        replace_text("--html", html, report.to_html())
-    raise typer.Exit(0 if report.passed else 1)
+        from faircopy.terminal.audit import models_audit
+
+        drafts = _audited_drafts(draft, own=target is None)
+        ways = {"batches": batch or (1, 4, 8), "ks": k or (2, 4, 8), "seconds": seconds or None}
+        options = {"dtype": dtype, "device": device, "exact": exact}
+        audited = models_audit(target or bundled.target(), drafts, asked, sampling, **ways, **options)
+    raise typer.Exit(0 if audit_and_show(audited, as_json, html) else 1)
 
 
-def _answer_file(out: Path | None, prompts: list[str], resume: bool, overwrite: bool) -> Any:
+def _answer_file(out: Path | None, prompts: list[str], params: Any, resume: bool, overwrite: bool) -> Any:
     from faircopy.terminal.answer_file import AnswerFile
 
     if out is None:
@@ -326,7 +306,7 @@ def _answer_file(out: Path | None, prompts: list[str], resume: bool, overwrite: 
             raise ConfigError(option, True, "given without --out", "name the file with --out")
         return None
     writable("--out", out)
-    return AnswerFile(out, prompts, resume, overwrite)
+    return AnswerFile(out, prompts, params.given(), resume, overwrite)
 
 
 def _audited_prompts(prompts: list[str] | None, file: Path | None, own: bool, limit: int | None) -> list[str]:

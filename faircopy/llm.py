@@ -22,8 +22,10 @@ from faircopy.drafters.heads import Head
 from faircopy.engine import Engine
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.fair_lock import FairLock
+from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_tokenizer
+from faircopy.progress import amount, tell
 from faircopy.requests import Message, Prompt, RequestReader, as_conversations, as_prompts, check_request, per_prompt
 from faircopy.text import IncrementalText
 from faircopy.threads import use_threads
@@ -74,8 +76,10 @@ class LLM:
         known = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
         self._reader = RequestReader(known)
         eos = load_eos(target) if isinstance(target, str) else frozenset(getattr(target, "eos", ()))
-        drafter, model = load_draft(draft, self.model, self.tokenizer, self.config)
-        self.engine: Engine = build_engine(self.model, drafter, draft=model, config=self.config, eos=eos)
+        drafter, self._draft = load_draft(draft, self.model, self.tokenizer, self.config)
+        self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
+        if isinstance(target, str):
+            tell(memory_line(self.model, self._memory()))
 
     @property
     def tokenizer(self) -> Any | None:
@@ -182,6 +186,19 @@ class LLM:
             "pages": tables.pool.pages,
             "tokens_of_memory": tables.pool.pages * tables.page,
             "end_tokens": sorted(self.engine.eos),
+            "memory_bytes": self._memory(),
+        }
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes of weights, and of keys and values: all that may be used, and what sequences hold or reuse now."""
+        draft, pool = self._draft, self.engine.tables.pool
+        models: list[Model | Head] = [self.model] if draft is None else [self.model, draft]
+        page = self.engine.tables.page * sum(map(kv_bytes_per_token, models))
+        return {
+            "weights": self.model.weight_bytes,
+            "draft_weights": 0 if draft is None else draft.weight_bytes,
+            "cache_limit": pool.pages * page,
+            "cache_in_use": pool.in_use * page,
         }
 
     def warm_up(self) -> None:
@@ -276,6 +293,14 @@ class PendingAnswer:
         return (
             make_answer(self.prompt, self.seqs, llm.decode) if self.error is None else refused(self.prompt, self.error)
         )
+
+
+def memory_line(model: Model, memory: dict[str, int]) -> str:
+    """What takes memory, in one line."""
+    weights, limit = memory["weights"] + memory["draft_weights"], memory["cache_limit"]
+    kind = str(model.dtype).removeprefix("torch.")
+    taken = "taken as sequences grow" if model.device.type == "cpu" else "reserved"
+    return f"{model.name}: {amount(weights)} of weights ({kind}); up to {amount(limit)} of keys and values, {taken}"
 
 
 def _report(bar: Any, outputs: list[Output], live: list[Sequence]) -> None:

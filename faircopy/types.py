@@ -55,6 +55,18 @@ class SamplingParams:
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
 
+    def given(self) -> dict[str, Any]:
+        """The fields that are not as they would be if left out, as JSON has them."""
+        left_out = SamplingParams()
+        found = {name: getattr(self, name) for name in self.names() if getattr(self, name) != getattr(left_out, name)}
+        if "logit_bias" in found:
+            found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    @property
+    def asks_logprobs(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0

@@ -15,7 +15,20 @@ ROOT = Path(faircopy.__file__).parent
 # other. docs/architecture.md draws the same levels.
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"types", "rng", "config", "meter", "text", "html", "acceptance", "cache", "threads", "fair_lock", "files"},
+    {
+        "types",
+        "rng",
+        "config",
+        "meter",
+        "text",
+        "html",
+        "acceptance",
+        "cache",
+        "threads",
+        "fair_lock",
+        "files",
+        "progress",
+    },
     {"kernels"},
     {"layout", "sampling"},
     {"model"},

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +19,9 @@ from rich.console import Console
 
 from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.audit.margin import judge, rounding
-from faircopy.audit.models import Estimate, audit_models
+from faircopy.audit.models import audit_models
 from faircopy.audit.pace import Pace
-from faircopy.audit.report import Difference, Finding, Report, Run, Token, print_report
+from faircopy.audit.report import Difference, Estimate, Finding, Report, Run, Token, print_report
 from faircopy.audit.servers import ServerError, audit_servers
 from faircopy.layout.base import Cache, Packed
 from faircopy.testing import ByteTokenizer, TableModel, cacheless, plain
@@ -317,6 +318,15 @@ def other(prompt: str) -> str:
 
 
 class TestServers:
+    def test_an_estimate_comes_first_and_each_run_is_told(self) -> None:
+        told: list[Any] = []
+        watch = SimpleNamespace(on_estimate=told.append, on_run=told.append)
+        with serving(Fake(), Fake()) as urls:
+            report = ask(urls, watch=watch)
+        assert [type(what) for what in told] == [Estimate, Run, Run]
+        assert (told[0].prompts, told[0].runs) == (2, 2) and told[0].seconds_all > 0
+        assert told[1:] == report.runs
+
     def test_equal_servers_pass(self) -> None:
         with serving(Fake(), Fake()) as urls:
             report = ask([urls[0] + "/v1/", urls[1]], max_tokens=7, seed=3)

@@ -57,7 +57,7 @@ def test_json_lines_have_the_promised_fields_and_do_not_depend_on_the_draft(call
         assert code == 0
         for record in records:
             assert set(record) == {
-                "index", "prompt", "text", "token_ids", "finish_reason", "drafted", "accepted", "seed",
+                "index", "prompt", "text", "token_ids", "finish_reason", "drafted", "accepted", "seed", "params",
             }  # fmt: skip
         texts.append([(r["text"], r["token_ids"]) for r in records])
     assert texts[0] == texts[1] == texts[2]
@@ -122,6 +122,28 @@ def test_an_existing_file_is_refused_resumed_or_replaced(call, tmp_path: Path) -
     assert call("generate", "A cat", "--max-tokens", "3", "--out", str(out), "--overwrite")[0] == 0
     assert [record["prompt"] for record in written(out)] == ["A cat"]
     assert list(tmp_path.iterdir()) == [out], "no temporary file is left"
+
+
+def test_a_file_is_not_resumed_with_other_sampling_parameters(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "answers.jsonl"
+    ask = ["generate", "Tom had", "Lily saw", "--max-tokens", "4", "--stop", "xyz", "--out", str(out)]
+    assert call(*ask)[0] == 0
+    assert json.loads(out.read_text().splitlines()[0])["params"] == {"max_tokens": 4, "stop": ["xyz"]}
+    assert call(*ask, "--resume")[0] == 0
+    code, _, err = call(*ask, "--resume", "--top-k", "3")
+    assert code == 2 and "answers.jsonl:1" in err and "made with top_k left out, not 3" in err and "--overwrite" in err
+    code, _, err = call("generate", "Tom had", "Lily saw", "--max-tokens", "4", "--out", str(out), "--resume")
+    assert code == 2 and "made with stop ['xyz'], not 'left out'" in err
+
+
+def test_log_probabilities_are_written_as_json(call) -> None:  # type: ignore[no-untyped-def]
+    ask = ["generate", "Tom had", "--max-tokens", "3", "--logprobs", "2", "--prompt-logprobs", "0"]
+    code, out, _ = call(*ask, "--json")
+    record = json.loads(out)
+    assert code == 0 and len(record["logprobs"]) == 3 and all(len(one) in (2, 3) for one in record["logprobs"])
+    assert record["prompt_logprobs"][0] is None and len(record["prompt_logprobs"][1]) == 1
+    code, _, err = call(*ask)
+    assert code == 2 and "--logprobs" in err and "--json" in err
 
 
 def test_a_failed_answer_is_made_again_by_resume(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -247,8 +269,7 @@ def test_version_and_help(call) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_every_sampling_parameter_is_an_option(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    unprinted = {"logprobs", "prompt_logprobs"}
-    assert {option.field for option in SAMPLING} == set(SamplingParams.names()) - unprinted
+    assert {option.field for option in SAMPLING} == set(SamplingParams.names())
     seen: list[SamplingParams] = []
 
     def stop(llm: LLM, asked: object, params: SamplingParams) -> None:

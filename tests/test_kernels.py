@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from faircopy.kernels import activation, linear
-from faircopy.kernels.attention import Lane, attend, plan_attention
+from faircopy.kernels.attention import Lane, attend_tiles, plan_attention
 from faircopy.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_dense
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rope_table, rotate
@@ -19,11 +19,16 @@ CPU = torch.device("cpu")
 COMPANIES = (1, 2, 3, 5, 8, 13, 21, 32)
 
 
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "onednn"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(48, 80), (33, 17), (1536, 64), (2048, 256), (64, 1000)])
-def test_a_products_rows_do_not_know_their_number(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+def test_a_products_rows_do_not_know_their_number(
+    shape: tuple[int, int], dtype: torch.dtype, threads: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(threads)
+    if not ours:
+        monkeypatch.setattr(linear, "fits", lambda weight: False)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(shape[1], shape[0], generator=generator).to(dtype)
     bias = torch.randn(shape[1], generator=generator).to(dtype)
@@ -37,6 +42,7 @@ def test_a_products_rows_do_not_know_their_number(shape: tuple[int, int], dtype:
 
 
 def test_the_way_that_cannot_fail_is_a_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fits", lambda weight: False)
     monkeypatch.setattr(linear, "_packed", lambda weight, bias: None)
     weight, x = torch.randn(30, 20), torch.randn(19, 20)
     run = linear.product(weight)
@@ -45,12 +51,17 @@ def test_the_way_that_cannot_fail_is_a_product_too(monkeypatch: pytest.MonkeyPat
         assert torch.equal(run(x[:m]), run(x)[:m])
 
 
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "onednn"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("inner", [1024, 1100, 1536, 4096])
-def test_a_wide_products_row_alone_has_the_bits_it_has_in_company(inner: int, dtype: torch.dtype, threads: int) -> None:
+def test_a_wide_products_row_alone_has_the_bits_it_has_in_company(
+    inner: int, dtype: torch.dtype, threads: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hundreds of rows one by one: in 16 bits a change of order shows in few of them."""
     torch.set_num_threads(threads)
+    if not ours:
+        monkeypatch.setattr(linear, "fits", lambda weight: False)
     generator = torch.Generator().manual_seed(2)
     weight, x = (
         torch.randn(192, inner, generator=generator).to(dtype),
@@ -176,7 +187,7 @@ def test_attention_is_right_and_alone_the_same(
         ]
         plan = plan_attention(part, int(rows[-1]), window, q_heads // kv_heads, scratch, CPU, exact)
         q = torch.cat([queries[n] for n in chosen])
-        out = attend(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
+        out = attend_tiles(q, torch.stack([pool_k, pool_v], 1), plan, dim**-0.5, softcap, sinks)
         return [out[rows[i] : rows[i + 1]] for i in range(len(chosen))]
 
     together = run_lanes(list(range(len(spans))))

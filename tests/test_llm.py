@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -482,3 +484,25 @@ def test_a_real_model_writes_what_generate_writes(shared: Path) -> None:
         want = model.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :].tolist()
         assert out.token_ids == want
         assert prompt + out.text == tokenizer.decode([*ids[0].tolist(), *want], skip_special_tokens=True)
+
+
+def test_llms_of_one_checkpoint_share_its_weights_while_one_is_alive(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint("llama")
+    first = LLM(path, dtype="float32", memory="1MiB")
+    second = LLM(path, dtype="float32", memory="1MiB", draft="ngram")
+    assert second.model is first.model
+    assert LLM(path, dtype="bfloat16", memory="1MiB").model is not first.model
+    name = first.model
+    alive = weakref.ref(name)
+    del first, second, name
+    gc.collect()
+    assert alive() is None, "nothing but LLMs keeps a model"
+
+
+def test_explain_says_what_takes_memory(checkpoint: Callable[..., str]) -> None:
+    llm = LLM(checkpoint("llama"), draft=checkpoint("llama", 1), dtype="float32", memory="1MiB")
+    memory = llm.explain()["memory_bytes"]
+    assert memory["weights"] == memory["draft_weights"] > 0
+    assert 0 < memory["cache_limit"] <= 1 << 20 and memory["cache_in_use"] == 0
+    llm.generate([[1, 2, 3] * 20], SamplingParams(max_tokens=2))
+    assert 0 < llm.explain()["memory_bytes"]["cache_in_use"] < memory["cache_limit"], "a prefix is kept"

@@ -20,18 +20,28 @@ def a_sequence(tokens: list[int]) -> Sequence:
     return Sequence(0, Request(tuple(tokens)), list(tokens))
 
 
-def test_a_sequence_grows_in_one_run_beside_others() -> None:
+def test_pages_are_taken_where_pages_were_used_before() -> None:
     tables = BlockTables(PagePool(64), 4)
-    seqs = [a_sequence([n]) for n in range(4)]
-    for seq in seqs:
-        tables.open(seq)
-    for length in range(1, 40):
+    for _ in range(40):
+        seqs = [a_sequence([n]) for n in range(4)]
         for seq in seqs:
-            assert tables.reserve(seq, length)
-    for seq in seqs:
-        table = tables.table(seq)
-        assert table == list(range(table[0], table[0] + 10))
-    tables.check()
+            tables.open(seq)
+        for length in range(1, 40):
+            for seq in seqs:
+                assert tables.reserve(seq, length)
+        assert {page for seq in seqs for page in tables.table(seq)} == set(range(40))
+        tables.check()
+        for seq in seqs:
+            tables.close(seq)
+    assert len(tables.pool._lowest) <= 128
+
+
+def test_a_prompt_lies_in_one_run() -> None:
+    tables = BlockTables(PagePool(64), 4)
+    seq = a_sequence([0])
+    tables.open(seq)
+    assert tables.reserve(seq, 40)
+    assert tables.table(seq) == list(range(10))
 
 
 def test_too_much_is_refused_and_changes_nothing() -> None:

@@ -53,7 +53,7 @@ WEATHER = {
 def llm() -> LLM:
     """The bundled pair, with so few pages that sequences are preempted under load."""
     return LLM(
-        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="5MiB", threads=1
+        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="2500KiB", threads=1
     )
 
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from faircopy.audit.margin import first_difference, margin_at
 from faircopy.audit.pace import measure_pace
-from faircopy.audit.report import Difference, Finding, Report, Run, Token, ending, versions
+from faircopy.audit.report import Difference, Estimate, Finding, Report, Run, Token, Watch, ending, versions
 from faircopy.build import load_draft
 from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.drafters.base import Drafter
@@ -28,25 +28,6 @@ from faircopy.types import SamplingParams
 
 Draft = str | os.PathLike[str] | Model | Head | Drafter  # a path, "ngram", "none", or the thing itself
 Progress = Callable[[int, int, str], None]  # runs done, runs in all, the run that begins
-
-
-class Watch(Protocol):
-    """Told about an audit while it runs."""
-
-    def on_estimate(self, estimate: Estimate) -> None: ...
-
-    def on_run(self, run: Run) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What an audit would take, from the time of a few tokens."""
-
-    prompts: int  # given
-    taken: int  # that fit into the time
-    runs: int
-    seconds_all: float  # for the given prompts
-    seconds_taken: float
 
 
 _PAGE = 4  # tokens per page of the starved run: small pages run out often
@@ -92,21 +73,27 @@ def audit_models(
     report = Report(f"Audit of {alone.model.name}", audit.shown, audit.settings(), planned=len(plans))
     for done, plan in enumerate(plans, 1):
         tell(done, len(plans) + 1, plan.name)
-        try:
-            run = audit.run(plan, stop)
-        except _Interrupted as interruption:
-            if watch is None or (not report.runs and interruption.run is None):
-                raise KeyboardInterrupt from None
-            run, report.stopped = interruption.run, "interrupted"
-        if run is not None:
-            report.runs.append(run)
-            if watch is not None:
-                watch.on_run(run)
-        if report.stopped or (time.perf_counter() >= stop and done < len(plans)):
-            report.stopped = report.stopped or f"the time of {seconds:g} seconds is over"
+        _add_run(report, audit, plan, stop, watch)
+        if time.perf_counter() >= stop and done < len(plans) and not report.stopped:
+            report.stopped = f"the time of {seconds:g} seconds is over"
+        if report.stopped:
             break
     tell(len(report.runs) + 1, len(plans) + 1, "done")
     return report
+
+
+def _add_run(report: Report, audit: _Audit, plan: _Plan, stop: float, watch: Watch | None) -> None:
+    """Compare once more. With a watch, Ctrl-C keeps what was compared and marks the report."""
+    try:
+        run = audit.run(plan, stop)
+    except _Interrupted as interruption:
+        if watch is None or (not report.runs and interruption.run is None):
+            raise KeyboardInterrupt from None
+        run, report.stopped = interruption.run, "interrupted"
+    if run is not None:
+        report.runs.append(run)
+        if watch is not None:
+            watch.on_run(run)
 
 
 @dataclass(frozen=True, slots=True)

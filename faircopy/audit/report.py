@@ -6,7 +6,7 @@ import json
 import platform
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -265,3 +265,22 @@ def _finding(data: dict[str, Any]) -> Finding:
 
 def _token(data: dict[str, Any] | None) -> Token | None:
     return None if data is None else Token(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an audit would take, from the time of a few tokens."""
+
+    prompts: int  # given
+    taken: int  # that fit into the time
+    runs: int
+    seconds_all: float  # for the given prompts
+    seconds_taken: float
+
+
+class Watch(Protocol):
+    """Told about an audit while it runs."""
+
+    def on_estimate(self, estimate: Estimate) -> None: ...
+
+    def on_run(self, run: Run) -> None: ...

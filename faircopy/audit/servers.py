@@ -12,7 +12,18 @@ from typing import Any
 import httpx
 
 from faircopy.audit.margin import first_difference
-from faircopy.audit.report import Difference, Finding, Kind, Report, Run, Token, ending, versions
+from faircopy.audit.report import (
+    Difference,
+    Estimate,
+    Finding,
+    Kind,
+    Report,
+    Run,
+    Token,
+    Watch,
+    ending,
+    versions,
+)
 from faircopy.errors import ConfigError, FaircopyError
 
 TOP = 5  # log probabilities asked for per token: the most that OpenAI's own completions give
@@ -47,11 +58,12 @@ def audit_servers(
     tie: float = 0.5,
     api_key: str | None = None,
     client: httpx.Client | None = None,
+    watch: Watch | None = None,
 ) -> Report:
     """Ask the first server, the reference, for every text, one at a time; then the others, `concurrency` at a time.
 
     `tie` is the distance in log probability below which a difference counts as rounding: a server does not tell its
-    dtype.
+    dtype. watch: told an estimate, from the time of the first answer, and each run.
     """
     _check(urls, prompts, concurrency)
     body = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -60,10 +72,13 @@ def audit_servers(
         servers = [_Server(url, http, {**body, "model": model}, headers, timeout) for url in urls]
         for server in servers:
             server.find_model()
-        wanted = _ask(servers[0], prompts, 1)
+        wanted = _ask_first(servers[0], prompts, len(servers) - 1, concurrency, watch)
         report = Report(f"Audit against {servers[0].name}", list(prompts), _settings(servers, body, tie))
         for server in servers[1:]:
-            report.runs += [_run(server, prompts, wanted, many, None if temperature else tie) for many in concurrency]
+            for many in concurrency:
+                report.runs.append(_run(server, prompts, wanted, many, None if temperature else tie))
+                if watch is not None:
+                    watch.on_run(report.runs[-1])
     return report
 
 
@@ -161,6 +176,20 @@ def _ask(server: _Server, prompts: Seq[str], many: int) -> list[_Text]:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _ask_first(
+    server: _Server, prompts: Seq[str], others: int, concurrency: Seq[int], watch: Watch | None
+) -> list[_Text]:
+    """The reference's texts; the first answer's time is what the estimate is made of."""
+    begin = time.perf_counter()
+    first = _ask(server, prompts[:1], 1)
+    each = time.perf_counter() - begin
+    if watch is not None:
+        rounds = [-(-max(len(prompts), many) // many) for many in concurrency]
+        seconds = each * (len(prompts) + others * sum(rounds))
+        watch.on_estimate(Estimate(len(prompts), len(prompts), others * len(concurrency), seconds, seconds))
+    return first + _ask(server, prompts[1:], 1)
 
 
 def _run(server: _Server, prompts: Seq[str], wanted: list[_Text], many: int, tie: float | None) -> Run:

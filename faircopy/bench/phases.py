@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from faircopy.engine import Engine
+from faircopy.papers.dense import AlignedLayout
 
 PHASES = ("draft", "verify", "accept", "realign", "captured", "host")  # captured: all of a replayed step
 
@@ -60,7 +61,7 @@ def profiled(engine: Engine) -> Iterator[Stopwatch]:
         (engine.verifier, "judge", "accept"),
         (engine.target.layout, "commit", "accept"),
         (engine.target.layout, "publish", "accept"),
-        *((layout, "align", "realign") for layout in engine.layouts if hasattr(layout, "align")),
+        *((layout, "align", "realign") for layout in engine.layouts if isinstance(layout, AlignedLayout)),
         *((engine.captured, name, "captured") for name in ("start", "collect") if engine.captured is not None),
     ]
     for owner, name, phase in places:

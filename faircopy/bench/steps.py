@@ -76,14 +76,14 @@ def scene(model: Model, batch: int, rows: int, context: int, first: bool = False
     for seq in seqs:
         layout.set_cached(seq, 0 if first else context - 1)
     nodes = [[] if first else list(range(1, rows)) for _ in seqs]
-    room = [len(chain) for chain in nodes]
-    return layout, layout.pack(Batch(seqs, [context] * batch, room), Draft.chains(nodes))
+    lengths = [len(chain) for chain in nodes]
+    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
 
 
-def _sequence(n: int, length: int, tables: BlockTables, room: int) -> Sequence:
+def _sequence(n: int, length: int, tables: BlockTables, tokens: int) -> Sequence:
     seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
     tables.open(seq)
-    tables.reserve(seq, room)
+    tables.reserve(seq, tokens)
     return seq
 
 

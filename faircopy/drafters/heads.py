@@ -91,6 +91,11 @@ class Head(nn.Module, ABC):
         """Trained parameters."""
         return sum(p.numel() for p in self.parameters())
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of its own parameters; what it shares with its target is the target's."""
+        return sum(p.nbytes for p in self.parameters())
+
     def bind(self, weights: TokenWeights) -> Self:
         """Share the target's embedding and head; they are not part of its own weights."""
         self._token_weights = weights

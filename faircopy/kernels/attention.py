@@ -1,4 +1,4 @@
-"""Attention of ragged queries over paged keys, in tiles whose shape depends on positions alone.
+"""Attention of ragged queries over paged keys; where there is no kernel for rows, in tiles of fixed shapes.
 
 Queries are cut into tiles at fixed positions, keys at fixed multiples of STEP: the row at position p is always computed
 as the same row of a tile of the same shape over the same number of keys, whatever else is in the batch. Keys beyond a
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from faircopy.kernels.cpu.attention import RowPlan, attend_rows
 
 STEP = 64  # keys are rounded up to a multiple of this,
 LEAST = 128  # and to this: where texts are short, one call for all of them is worth more than fewer keys
@@ -101,23 +103,65 @@ def plan_attention(
     return AttentionPlan(groups, group, parts[0], parts[1], parts[2])
 
 
+@dataclass(slots=True)
+class LanePlan:
+    """The lanes of a step for one window and group; tiles are planned where a layer's attention is made of them."""
+
+    lanes: list[Lane]
+    size: int  # packed rows
+    window: int
+    group: int
+    scratch: int
+    device: torch.device
+    exact: bool
+    rows: RowPlan | None  # where this CPU has a kernel that takes rows one by one
+    _tiles: AttentionPlan | None = None
+
+    @property
+    def tiles(self) -> AttentionPlan:
+        if self._tiles is None:
+            self._tiles = plan_attention(
+                self.lanes, self.size, self.window, self.group, self.scratch, self.device, self.exact
+            )
+        return self._tiles
+
+
 def attend(
-    q: Tensor, pool: Tensor, plan: AttentionPlan, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+    q: Tensor, pool: Tensor, plan: LanePlan, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
     """q [T, H, D] against keys and values in a pool [S, 2, Hkv, D] -> [T, H, D], in the pool's type."""
+    if plan.rows is not None and not softcap and sinks is None:
+        return attend_rows(q.to(pool.dtype), pool, plan.rows, scale, plan.window)
+    return attend_tiles(q, pool, plan.tiles, scale, softcap, sinks).to(pool.dtype)
+
+
+def attend_tiles(
+    q: Tensor, pool: Tensor, plan: AttentionPlan, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """The same by torch's own attention; in float32 on a CPU, whatever the pool's type."""
+    kind = torch.float32 if pool.device.type == "cpu" else pool.dtype
     kv_heads, dim = pool.shape[2:]
     rows, order = plan.lines(kv_heads)
-    tiles = q.to(pool.dtype).reshape(-1, dim).index_select(0, rows).view(-1, plan.group, kv_heads, dim)
-    read = pool.index_select(0, plan.slots)
+    tiles = q.to(kind).reshape(-1, dim).index_select(0, rows).view(-1, plan.group, kv_heads, dim)
+    read = pool.index_select(0, plan.slots).to(kind)
     results = []
     for g in plan.groups:
         n, _, lines, length = g.mask.shape
         tile = tiles[g.queries].view(n, lines, kv_heads, dim).transpose(1, 2)
-        k, v = _keys_and_values(read, g.keys, n, length) if g.run is None else _keys_and_values(pool, g.run, n, length)
+        k, v = _keys_and_values(*_source(read, pool, g), n, length)
         out = _capped(tile, k, v, g.mask, scale, softcap) if softcap else _flash(tile, k, v, g.mask, scale, sinks)
         results.append(out.transpose(1, 2).reshape(-1, dim))
     whole = results[0] if len(results) == 1 else torch.cat(results)
     return whole.index_select(0, order).view(q.shape[0], -1, dim)
+
+
+def _source(read: Tensor, pool: Tensor, tiles: TileGroup) -> tuple[Tensor, slice]:
+    """Where a group's keys and values lie: among what was gathered, or in the pool if that has the same type."""
+    if tiles.run is None:
+        return read, tiles.keys
+    if pool.dtype == read.dtype:
+        return pool, tiles.run
+    return pool[tiles.run].to(read.dtype), slice(0, tiles.run.stop - tiles.run.start)
 
 
 def _keys_and_values(source: Tensor, rows: slice, n: int, length: int) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Linear layers whose rows do not know how many rows there are.
 
-Every way to multiply is tried before it is used, on numbers that cancel almost completely: what is left of such a sum
+Kernels of our own have one order (`kernels/gpu`, `kernels/cpu`). Where a CPU has none of them, every way to multiply is
+tried before it is used, on numbers that cancel almost completely: what is left of such a sum
 is its rounding, and shows any change of order even in 16 bits. The last way, blocks of a fixed number of rows, is one
 shape for every call.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from faircopy.cache import KeptTable, cpu_kind
 from faircopy.kernels.available import gpu_module
+from faircopy.kernels.cpu.product import PackedWeight, fits
 from faircopy.kernels.memory import use_huge_pages
 
 Product = Callable[[Tensor], Tensor]
@@ -35,6 +37,8 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
         return kernels.Linear(weight, bias, exact)  # type: ignore[no-any-return]
     if weight.device.type != "cpu":
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)
+    if fits(weight):
+        return PackedWeight(weight, bias)
     packed = _packed(weight, bias)
     if packed is None:
         return _blocks(weight, bias) if exact else lambda x: F.linear(x, weight, bias)

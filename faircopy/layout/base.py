@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from faircopy.kernels.cpu.attention import has_kernel
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 
@@ -78,9 +80,13 @@ class Layout(Cache, Protocol):
     def forget(self, seq: Sequence) -> None: ...
 
 
-def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Attention on the CPU runs in float32 whatever the type: its 16-bit kernel may choose its way by the load."""
-    return torch.float32 if device.type == "cpu" else dtype
+def cache_dtype(layers: Seq[LayerShape], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values are stored as: the model's type, or float32 on a CPU without an attention kernel for it.
+
+    torch's own 16-bit attention on a CPU may choose its way by the load.
+    """
+    fits = all(has_kernel(layer.head_dim, dtype, device) for layer in layers)
+    return torch.float32 if device.type == "cpu" and not fits else dtype
 
 
 class Cached(Protocol):
@@ -96,5 +102,5 @@ class Cached(Protocol):
 
 def kv_bytes_per_token(model: Cached) -> int:
     """Bytes of keys and values that one token keeps in all layers."""
-    size = cache_dtype(model.dtype, model.device).itemsize
+    size = cache_dtype(model.layers, model.dtype, model.device).itemsize
     return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from faircopy.kernels.attention import Ints, Lane, attend, plan_attention
+from faircopy.kernels.attention import Ints, Lane, LanePlan, attend
+from faircopy.kernels.cpu.attention import has_kernel, plan_rows
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
@@ -60,9 +61,10 @@ class PagedLayout:
         self.healthy: Tensor | None = None
         # First slot of the scratch page for padding rows; its contents never affect a real sequence.
         self.scratch = tables.pool.pages * tables.page
-        self._dtype = cache_dtype(dtype, device)
+        self._dtype = cache_dtype(layers, dtype, device)
         shapes = [(self.scratch + tables.page, layer.kv_heads, layer.head_dim) for layer in layers]
         self._pools = [_pool(shape, self._dtype, device, self.suite is not None) for shape in shapes]
+        self._by_rows = bool(layers) and all(has_kernel(layer.head_dim, self._dtype, device) for layer in layers)
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._cached: dict[Sequence, int] = {}
         self._nodes: dict[Sequence, int] = {}  # how many draft nodes lie behind the tokens
@@ -203,8 +205,9 @@ class PagedLayout:
         self._nodes.pop(seq, None)
 
     def _plans(self, lanes: list[Lane], size: int) -> dict[tuple[int, int], Any]:
+        rows = plan_rows(lanes, size, self.scratch) if self._by_rows and lanes else None
         return {
-            (window, group): plan_attention(lanes, size, window, group, self.scratch, self.device, self.exact)
+            (window, group): LanePlan(lanes, size, window, group, self.scratch, self.device, self.exact, rows)
             for window, group in self._kinds
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from heapq import heappop, heappush
 
 
 class PagePool:
@@ -20,11 +21,16 @@ class PagePool:
         self._kept: OrderedDict[int, None] = OrderedDict()  # held by no sequence, least recently used first
         self._content: dict[int, Hashable] = {}  # page -> what it holds, for pages that may be shared
         self._index: dict[Hashable, int] = {}  # the same, backwards
-        self._runs = 0
+        self._lowest = list(range(pages))  # a heap: all free pages, among others and repetitions
 
     @property
     def available(self) -> int:
         return len(self._free) + len(self._kept)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that sequences hold, or that are kept for their content."""
+        return self.pages - len(self._free)
 
     def take(self, after: int | None = None) -> int:
         """A page for one holder, if possible the neighbour of `after`, so that a sequence lies in one run."""
@@ -63,7 +69,7 @@ class PagePool:
         if page in self._content:
             self._kept[page] = None
         else:
-            self._free.add(page)
+            self._give_back(page)
 
     def check(self, tables: Iterable[list[int]]) -> None:
         """Check that every page is in exactly one state, and held as often as it is in the tables."""
@@ -79,26 +85,16 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._kept[page], self._index[self._content.pop(page)]
+        self._give_back(page)
+
+    def _give_back(self, page: int) -> None:
         self._free.add(page)
+        heappush(self._lowest, page)
+        if len(self._lowest) > 2 * self.pages:
+            self._lowest = sorted(self._free)
 
     def _place(self) -> int:
-        """Where a new run begins: runs are spread over the pool by halving gaps, so that each has room to grow."""
-        for _ in range(_TRIES):
-            page = int(_spread(self._runs) * self.pages)
-            self._runs += 1
-            if page in self._free:
-                return page
-        return next(iter(self._free))
-
-
-_TRIES = 16
-
-
-def _spread(n: int) -> float:
-    """0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput): any first n of these leave no large gap."""
-    result, step = 0.0, 0.5
-    while n:
-        result += step * (n & 1)
-        n >>= 1
-        step /= 2
-    return result
+        """The lowest free page: memory is taken where it was used before."""
+        while self._lowest[0] not in self._free:
+            heappop(self._lowest)
+        return self._lowest[0]

@@ -92,6 +92,12 @@ def identity(path: str) -> str | None:
     return f"{fingerprint(path)}-{hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()[:16]}"
 
 
+def file_states(path: str) -> tuple[tuple[str, int, int], ...]:
+    """A checkpoint's files with the size and time of each: equal only if nothing was written in between."""
+    files = sorted(file for file in find_checkpoint(path).iterdir() if file.is_file())
+    return tuple((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
 def is_head(path: str) -> bool:
     """Whether a folder holds a draft head of ours."""
     file = Path(path).expanduser() / CONFIG

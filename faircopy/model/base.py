@@ -52,5 +52,9 @@ class Model(Protocol):
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]; taps collect hidden states of all rows."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that its weights take."""
+
     def token_weights(self) -> TokenWeights:
         """The weights that heads of their own share with it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.activation import ACTIVATIONS
+from faircopy.kernels.cpu.product import PackedWeight, fits
 from faircopy.kernels.linear import Product, product
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rotate
@@ -16,9 +17,12 @@ from faircopy.model.weights import LayerWeights, Products, Source, Weights
 
 def eager_weights(source: Source) -> Weights[Product]:
     """The weights with the device's own products."""
-    act = ACTIVATIONS[source.spec.activation]
+    name = source.spec.activation
+    act = ACTIVATIONS[name]
 
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
+        if fits(weight, name):
+            return PackedWeight(weight, bias, name)
         gate_up = product(weight, bias, exact)
 
         def run(x: Tensor) -> Tensor:
@@ -41,13 +45,17 @@ class Decoder:
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
     def token_weights(self) -> TokenWeights:
         return self.weights.token_weights()
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         w, s = self.weights, self.spec
-        x = w.embedding[packed.ids]
+        x = w.embed(packed.ids)
         if s.embedding_multiplier != 1.0:
             x = x * w.multiplier
         angles = w.rope[packed.positions]

@@ -52,6 +52,10 @@ class Fused:
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
         self._multiplier = float(weights.multiplier)  # as the type rounds it
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
     def token_weights(self) -> TokenWeights:
         return self.weights.token_weights()
 

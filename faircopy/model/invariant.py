@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from faircopy.kernels import activation
+from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product, product
 from faircopy.model.fixed_order import PRODUCTS, REDUCTIONS, WIDE_SUMS, Replacement
 
@@ -62,6 +63,16 @@ class RowInvariant(TorchFunctionMode):
         run = self._product(other, None, transposed=True)
         return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], other.shape[1])
 
+    def embedding(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
+        """Rows of a weight that an output layer shares, from the copy that its product keeps."""
+        packed = self.packed_copy(weight)
+        return NotImplemented if packed is None else packed.rows(input)
+
+    def packed_copy(self, weight: Tensor) -> PackedWeight | None:
+        """The product that holds all rows of a parameter, if there is one."""
+        found = self._products.get((False, id(weight), 0, weight.shape, None))
+        return found if isinstance(found, PackedWeight) else None
+
     def _other(self, func: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
         """A product without a weight."""
         return self._replacements[func](*args, **options) if func in self._replacements else NotImplemented
@@ -75,6 +86,11 @@ class RowInvariant(TorchFunctionMode):
             self._products[place] = product(weight.t() if transposed else weight, bias)
             self._packed[id(weight)] = weight
         return self._products[place]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed copies, each as large as what it was made from."""
+        return sum(weight.numel() * weight.itemsize for weight in self._packed.values())
 
     @property
     def packed(self) -> list[nn.Parameter]:
@@ -125,9 +141,10 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return (x.real, x.imag) if is_complex else (x, None)
 
 
-# Functions that may multiply by one of the model's weights.
+# Functions that may multiply by one of the model's weights, or read its rows.
 _WEIGHTED: dict[Any, Callable[..., Tensor]] = {
     F.linear: RowInvariant.linear,
+    F.embedding: RowInvariant.embedding,
     torch.addmm: RowInvariant.addmm,
     torch.mm: RowInvariant.matmul,
     Tensor.mm: RowInvariant.matmul,

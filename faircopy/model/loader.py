@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,9 @@ def fits_decoder(config: Any) -> bool:
 def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
     tensors = CheckpointTensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    return build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
+    model = build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
+    tensors.close()
+    return model
 
 
 def build_decoder(
@@ -149,6 +152,7 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
+        self._files: dict[Path, Any] = {}  # those that are open
         self._readers: dict[str, Callable[[], Tensor]] = {}
         self._starts: dict[str, Callable[[], Tensor]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -173,17 +177,35 @@ class CheckpointTensors:
         """The first numbers of a tensor, without reading all of it."""
         return self._starts[name]().flatten()[:count].to(self._dtype)
 
+    def close(self) -> None:
+        """Close the files, whose pages count as resident while they are mapped; reading opens them again."""
+        self._files.clear()
+
     def _open(self, file: Path) -> None:
+        handle = self._file(file)
+        names = list(handle.keys())
+        self._readers |= {name: partial(self._tensor, file, name) for name in names}
+        self._starts |= {name: partial(self._first_row, file, name) for name in names}
+        self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+
+    def _file(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        try:
-            handle: Any = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
-        names = list(handle.keys())
-        self._readers |= {name: partial(handle.get_tensor, name) for name in names}
-        self._starts |= {name: partial(_first_row, handle, name) for name in names}
-        self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError("model", str(file), f"corrupt ({error})", "fetch the checkpoint again") from error
+        return self._files[file]
+
+    def _tensor(self, file: Path, name: str) -> Tensor:
+        found: Tensor = self._file(file).get_tensor(name)
+        return found
+
+    def _first_row(self, file: Path, name: str) -> Tensor:
+        part = self._file(file).get_slice(name)
+        first: Tensor = part[:1] if len(part.get_shape()) > 1 else self._tensor(file, name)
+        return first
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
@@ -200,13 +222,6 @@ class CheckpointTensors:
                 raise CheckpointError(
                     "model", str(folder), f"tensor {name} of {file} is missing", "fetch the checkpoint again"
                 )
-
-
-def _first_row(handle: Any, name: str) -> Tensor:
-    part: Tensor = (
-        handle.get_slice(name)[:1] if len(handle.get_slice(name).get_shape()) > 1 else handle.get_tensor(name)
-    )
-    return part
 
 
 def _load_transformers(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
@@ -237,9 +252,10 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
-        )
+        with _no_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
+            )
     except Exception as error:  # transformers, safetensors and torch each raise their own
         raise CheckpointError("model", name, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
     missing = sorted(report["missing_keys"])
@@ -248,6 +264,20 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype) -> Any:
             "model", name, f"tensor {missing[0]} is missing from the checkpoint", "fetch the checkpoint again"
         )
     return model
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' own progress bar: it is shown even where there is no terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -241,9 +241,9 @@ def _scratch(model: Model, exact: bool) -> Iterator[tuple[Runner, BlockTables]]:
     yield Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, exact)), tables
 
 
-def _open(tables: BlockTables, tokens: list[int], room: int) -> Sequence:
-    """A sequence with these tokens and pages for `room` of them."""
+def _open(tables: BlockTables, tokens: list[int], most: int) -> Sequence:
+    """A sequence with these tokens, and pages for this many."""
     seq = Sequence(0, Request(tuple(tokens)), list(tokens))
     tables.open(seq)
-    tables.reserve(seq, room)
+    tables.reserve(seq, most)
     return seq

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class _Probe:
     shapes: list[LayerShape] = field(default_factory=list)
 
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _current: ContextVar[_Step | _Probe | None] = ContextVar("faircopy_step", default=None)
 
 
@@ -74,6 +76,7 @@ class TransformersModel:
         self.dtype, self.device = model.dtype, model.device
         self._model = model
         self._mode = RowInvariant(self.device) if exact else None
+        self._one_at_a_time = Lock()  # several LLMs may share this model, and hooks belong to a forward
         _switch(name, model, ATTENTION)
         probe = self._probe(config.num_hidden_layers)
         self.layers, self._layers = probe.shapes, probe.layers
@@ -83,15 +86,27 @@ class TransformersModel:
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         tapped = contextlib.nullcontext() if taps is None else tapping(self._model, taps)
-        with _running(_Step(packed, cache, self._layers)), self._mode or contextlib.nullcontext(), tapped:
+        with self._one_at_a_time, _running(_Step(packed, cache, self._layers)), self._mode or _NOTHING, tapped:
             # captured steps have -1 where a drafter found no node: the row is computed and ignored
             logits = self._call(packed.ids.clamp(min=0), packed.positions, packed.wanted)
         if taps is not None:
             taps.states = {layer: states[0] for layer, states in taps.states.items()}
         return logits
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of packed products, and of all parameters whose memory was not released."""
+        packed = 0 if self._mode is None else self._mode.nbytes
+        return packed + sum(int(p.untyped_storage().nbytes()) for p in self._model.parameters())
+
     def token_weights(self) -> TokenWeights:
-        return stock_token_weights(self._model)
+        """Embedding and head; rows that only a product keeps are taken out of it."""
+        known = stock_token_weights(self._model)
+        return replace(known, embedding=self._whole(known.embedding), rows=self._whole(known.rows))
+
+    def _whole(self, weight: Tensor) -> Tensor:
+        packed = self._mode.packed_copy(weight) if self._mode is not None else None
+        return weight if packed is None else packed.rows(torch.arange(weight.shape[0]))
 
     def reference(self, ids: Tensor) -> Tensor:
         """The model's own full forward, with its own attention: logits [T, vocab] of one sequence."""
@@ -143,12 +158,12 @@ class TransformersModel:
     def release_weights(self) -> int:
         """Free the stock copies of weights that CPU products have packed copies of; returns the bytes freed.
 
-        A weight stays if a module other than a linear layer owns it. All stay if the model computes something else
-        without them. Afterwards `reference` has nothing to compute with.
+        A weight stays if a module other than a linear layer or an embedding owns it. All stay if the model computes
+        something else without them. Afterwards `reference` has nothing to compute with.
         """
         if self._mode is None or self.device.type != "cpu":
             return 0
-        before, owned = self._one_token(), _linear_only(self._model)
+        before, owned = self._one_token(), self._replaceable()
         freed = [weight for weight in self._mode.packed if id(weight) in owned and weight.is_contiguous()]
         kept = [weight.data for weight in freed]
         for weight in freed:
@@ -158,6 +173,26 @@ class TransformersModel:
                 weight.data = data
             return 0
         return sum(data.nbytes for data in kept)
+
+    def _replaceable(self) -> set[int]:
+        """Ids of the parameters that products alone can stand for; rows, of those that have all of them to read."""
+        owners: dict[int, set[type[nn.Module]]] = {}
+        rows: set[int] = set()
+        for module in self._model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(type(module))
+                if self._mode is not None and self._mode.packed_copy(parameter) is not None:
+                    rows.add(id(parameter))
+        head = self._model.get_output_embeddings()
+        kept = set() if head is None or id(head.weight) in rows else {id(head.weight)}
+        return {
+            parameter
+            for parameter, kinds in owners.items()
+            if parameter not in kept
+            and all(
+                issubclass(k, (nn.Linear, Conv1D)) or (issubclass(k, nn.Embedding) and parameter in rows) for k in kinds
+            )
+        }
 
     def _one_token(self) -> Tensor:
         return self._few_tokens(1)
@@ -188,17 +223,6 @@ def check_static(name: str, config: Any, kind: type[PreTrainedModel]) -> None:
     problem = _static_problem(config, kind)
     if problem:
         raise UnsupportedModel("model", name, f"{config.model_type}: {problem}", REMEDY)
-
-
-def _linear_only(model: PreTrainedModel) -> set[int]:
-    """Ids of the parameters that linear layers alone own; the output layer's is kept for draft heads."""
-    owners: dict[int, set[type[nn.Module]]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(type(module))
-    head = model.get_output_embeddings()
-    kept = set() if head is None else {id(head.weight)}
-    return {parameter for parameter, kinds in owners.items() if kinds <= {nn.Linear, Conv1D}} - kept
 
 
 def context_length(config: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product
 from faircopy.kernels.rope import rope_table
 from faircopy.layout.base import LayerShape
@@ -100,14 +101,17 @@ class Weights(Generic[P]):
     def __init__(self, source: Source, products: Products[P]) -> None:
         self.source, self.spec, self._products = source, source.spec, products
         self.layer_bytes = 0  # of all layers' products: what a pass reads
-        self.embedding = self._need("model.embed_tokens.weight")
-        self.device = self.embedding.device
+        embedding = self._need("model.embed_tokens.weight")
+        self.device = embedding.device
         self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
         self.layers = [self._layer(i) for i in range(len(self.spec.windows))]
         self.norm = self._norm_weight("model.norm.weight")
-        head = source.tensors("lm_head.weight")
-        head = self.embedding if head is None else head
+        own = source.tensors("lm_head.weight")
+        head = embedding if own is None else own
         self.head, self.head_bytes = products.linear(head, source.tensors("lm_head.bias"), source.exact), head.nbytes
+        shared: Product = self.head
+        self._shared = shared if own is None and isinstance(shared, PackedWeight) else None
+        self._embedding = embedding if self._shared is None else None
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
@@ -117,11 +121,25 @@ class Weights(Generic[P]):
         s = self.spec
         return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in s.windows]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all products and of the embedding, if that is kept beside them."""
+        return self.layer_bytes + self.head_bytes + (0 if self._embedding is None else self._embedding.nbytes)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden]; read from the checkpoint again where only the head's product is kept."""
+        return self._need("model.embed_tokens.weight") if self._embedding is None else self._embedding
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embeddings [T, hidden] of tokens; a head that shares them keeps them once, in its product."""
+        return self.embedding[ids] if self._shared is None else self._shared.rows(ids)
+
     def token_weights(self) -> TokenWeights:
         """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""
-        head = self.source.tensors("lm_head.weight")
-        rows = self.embedding if head is None else head
-        return TokenWeights(self.embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
+        head, embedding = self.source.tensors("lm_head.weight"), self.embedding
+        rows = embedding if head is None else head
+        return TokenWeights(embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
 
     def _need(self, name: str) -> Tensor:
         tensor = self.source.tensors(name)

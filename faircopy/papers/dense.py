@@ -76,7 +76,7 @@ class DenseLayout:
         self.tables, self.layers, self.device, self.packs = tables, layers, device, packs
         self.moved = 0
         self.healthy: Tensor | None = None
-        self._dtype = cache_dtype(dtype, device)
+        self._dtype = cache_dtype(layers, dtype, device)
         self._kinds = {(layer.window, layer.group) for layer in layers}
         self._row_of: dict[Sequence, int] = {}  # the row of each sequence
         self._free_rows: list[int] = []  # rows whose sequence has finished
@@ -326,12 +326,12 @@ class AlignedLayout(DenseLayout):
         self._lazy, self._keeps_free_rows = lazy, keeps_free_rows
         self._absent: dict[Sequence, list[Tensor]] = {}  # keys and values, layer by layer
 
-    def align(self, seqs: list[Sequence], room: int) -> None:
+    def align(self, seqs: list[Sequence], columns: int) -> None:
         """A new rectangle of these rows, and of the free ones where those stay until the batch is done."""
         cuts = self._absent | {seq: self._cut(seq) for seq in self._row_of}
         width = max(map(self.cached, seqs))
-        vacant = self._kept_free_rows(sum(seq not in cuts for seq in seqs), len(seqs), width + room)
-        self._rebuild(len(seqs) + vacant, width + room)
+        vacant = self._kept_free_rows(sum(seq not in cuts for seq in seqs), len(seqs), width + columns)
+        self._rebuild(len(seqs) + vacant, width + columns)
         self._row_of = {seq: row for row, seq in enumerate(seqs)}
         self._free_rows = list(range(len(seqs), len(seqs) + vacant))
         for seq, row in self._row_of.items():

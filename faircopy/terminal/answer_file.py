@@ -16,11 +16,14 @@ OPTION = "--out"
 class AnswerFile:
     """Owns the file while answers are made. Answers are appended as they are finished, and sorted at the end."""
 
-    def __init__(self, path: Path, prompts: list[str], resume: bool = False, overwrite: bool = False) -> None:
-        """Reads what is there; nothing is changed before `begin`."""
+    def __init__(
+        self, path: Path, prompts: list[str], params: dict[str, Any], resume: bool = False, overwrite: bool = False
+    ) -> None:
+        """Reads what is there; nothing is changed before `begin`. params: sampling parameters of all answers."""
         if resume and overwrite:
             raise ConfigError("--resume", True, "given beside --overwrite", "give one of the two")
         self._path, self._prompts, self._plain = path, prompts, replaceable(path)
+        self._params = params
         self._records: dict[int, dict[str, Any]] = {}
         self._overwrite, self._repair = overwrite, False
         if not self._plain or not path.exists() or not path.stat().st_size:
@@ -91,4 +94,12 @@ class AnswerFile:
             problem = f"answers prompt {index}, {prompt!r}, which is not among the prompts of this call"
             raise ConfigError(OPTION, place, problem, "pass the same prompts in the same order, or --overwrite")
         assert isinstance(record, dict)
+        self._check_params(record.get("params", self._params), place)
         return record
+
+    def _check_params(self, theirs: dict[str, Any], place: str) -> None:
+        for name in sorted({*theirs, *self._params}):
+            if theirs.get(name) != self._params.get(name):
+                said = "left out" if name not in theirs else repr(theirs[name])
+                problem = f"was made with {name} {said}, not {self._params.get(name, 'left out')!r}"
+                raise ConfigError(OPTION, place, problem, "pass the same options, --overwrite, or another file")

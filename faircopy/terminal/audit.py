@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from faircopy.audit.models import Estimate
-from faircopy.audit.report import Run
+from faircopy.audit.report import Estimate, Report, Run, print_report
+from faircopy.files import replace_text
+from faircopy.types import SamplingParams
 
 SECONDS = 60.0  # an audit without options
+
+
+class Sampling(NamedTuple):
+    """How the audited texts are sampled."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+
+
+Audit = Callable[["Shown"], Report]  # an audit that has been prepared; it tells how it goes
+
+
+def audit_and_show(audit: Audit, as_json: bool, html: Path | None) -> bool:
+    """Run an audit, print its report and write its page; true if nothing differed."""
+    console = Console(stderr=as_json)
+    with console.status("auditing") as status:
+        report = audit(Shown(console, status))
+    if as_json:
+        print(report.to_json())
+    else:
+        print_report(report, console)
+    if html:
+        replace_text("--html", html, report.to_html())
+    return report.passed
+
+
+def servers_audit(urls: list[str], prompts: list[str], sampling: Sampling, **options: Any) -> Audit:
+    """Servers against the first of them."""
+    from faircopy.audit.servers import audit_servers
+
+    chosen = {**sampling._asdict(), "seed": sampling.seed or 0}
+    return lambda shown: audit_servers(urls, prompts, watch=shown, **chosen, **options)
+
+
+def models_audit(target: str, drafts: list[str], prompts: list[str], sampling: Sampling, **options: Any) -> Audit:
+    """A target with drafts against the target alone."""
+    from faircopy.audit.models import audit_models
+
+    params = SamplingParams(**sampling._asdict())
+    return lambda shown: audit_models(
+        target, drafts, prompts, params, watch=shown, progress=shown.on_progress, **options
+    )
 
 
 class Shown:

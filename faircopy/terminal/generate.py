@@ -34,7 +34,7 @@ def generate(
         out.begin()
     try:
         for place, answer in llm.answers([encode(texts[index]) for index in todo], params) if todo else ():
-            written = record(todo[place], texts[todo[place]], answer)
+            written = record(todo[place], texts[todo[place]], answer, params)
             good, finished = good and answer.error is None, finished + 1
             if out is not None:
                 out.add(written)
@@ -51,7 +51,7 @@ def generate(
     return good
 
 
-def record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
+def record(index: int, prompt: str, answer: Answer, params: SamplingParams) -> dict[str, Any]:
     """One line of JSONL. Several samples and log probabilities are there if they were asked for."""
     fields: dict[str, Any] = {
         "index": index,
@@ -62,9 +62,14 @@ def record(index: int, prompt: str, answer: Answer) -> dict[str, Any]:
         "drafted": answer.drafted,
         "accepted": answer.accepted,
         "seed": answer.seed,
+        "params": params.given(),
     }
+    if params.logprobs is not None:
+        fields["logprobs"] = answer.logprobs
+    if params.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = answer.prompt_logprobs
     if len(answer.outputs) > 1:
-        names = ("text", "token_ids", "finish_reason", "seed")
+        names = ("text", "token_ids", "finish_reason", "seed", *(("logprobs",) if params.logprobs is not None else ()))
         fields["outputs"] = [{name: getattr(output, name) for name in names} for output in answer.outputs]
     return fields if answer.error is None else {**fields, "error": str(answer.error)}
 

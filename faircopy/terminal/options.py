@@ -24,7 +24,7 @@ class SamplingOption(NamedTuple):
     help: str
 
 
-# A new field of SamplingParams is one line here. logprobs and prompt_logprobs are not: no command prints them.
+# A new field of SamplingParams is one line here.
 SAMPLING = (
     SamplingOption("max_tokens", int, "Tokens per answer at most."),
     SamplingOption("min_tokens", int, "Tokens per answer at least."),
@@ -36,6 +36,8 @@ SAMPLING = (
     SamplingOption("n", int, "Samples per prompt."),
     SamplingOption("stop", list[str] | None, "End before this text; may be given several times."),
     SamplingOption("stop_token_ids", list[int] | None, "End at this token; may be given several times."),
+    SamplingOption("logprobs", int | None, "Of each token written, and of so many of the best; in --json and --out."),
+    SamplingOption("prompt_logprobs", int | None, "The same of the prompt's tokens."),
     SamplingOption("ignore_eos", bool, "Go on after the model's end token."),
     SamplingOption("repetition_penalty", float, "Above 1: tokens already seen become less likely."),
     SamplingOption("presence_penalty", float, "Taken from the logits of tokens already written."),
@@ -47,20 +49,29 @@ SAMPLING = (
 
 def with_sampling(left_out: tuple[str, ...] = (), **defaults: Any) -> Callable[..., Callable[..., None]]:
     """Give a command one option per line of SAMPLING; it gets them as one SamplingParams, `params`."""
-    options = [option for option in SAMPLING if option.field not in left_out]
+    added = [_parameter(option, defaults) for option in SAMPLING if option.field not in left_out]
+    return _with("params", added, _params)
 
+
+def with_made(name: str, make: Callable[..., Any], **defaults: Any) -> Callable[..., Callable[..., None]]:
+    """Give a command the options of `make`, some with other defaults; it gets what `make` makes of them, as `name`."""
+    options = inspect.signature(make, eval_str=True).parameters.values()
+    return _with(name, [p.replace(default=defaults.get(p.name, p.default)) for p in options], make)
+
+
+def _with(
+    name: str, added: list[inspect.Parameter], make: Callable[..., Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            chosen = {option.field: given.pop(option.field) for option in options}
-            chosen["logit_bias"] = _bias(chosen.get("logit_bias"))
-            command(**given, params=SamplingParams(**chosen))
+            chosen = {p.name: given.pop(p.name) for p in added}
+            command(**given, **{name: make(**chosen)})
 
         own = inspect.signature(command, eval_str=True).parameters.values()
-        added = [_parameter(option, defaults) for option in options]
-        parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "params"), *added]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added) if p.name != name]
+        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in every}
         return run
 
     return decorate
@@ -76,6 +87,10 @@ def _parameter(option: SamplingOption, defaults: dict[str, Any]) -> inspect.Para
         default=default or None if isinstance(default, tuple | dict) else default,
         annotation=Annotated[option.kind, shown],
     )
+
+
+def _params(**chosen: Any) -> SamplingParams:
+    return SamplingParams(**{**chosen, "logit_bias": _bias(chosen.get("logit_bias"))})
 
 
 def _bias(given: list[str] | None) -> dict[int, float]:

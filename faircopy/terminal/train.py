@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,10 +11,10 @@ from rich.table import Table
 
 from faircopy import bundled
 from faircopy.terminal.guard import stoppable
-from faircopy.terminal.options import Command, Group
+from faircopy.terminal.options import Command, Group, with_made
 
 if TYPE_CHECKING:
-    from faircopy.train.runs import Learned, Plan
+    from faircopy.train.runs import Learned
 
 app = typer.Typer(
     help="Train a draft head or a small draft model for a target of yours.",
@@ -41,15 +40,11 @@ Temperature = Annotated[float, typer.Option(help="Of the answers, where the data
 Chat = Annotated[bool, typer.Option("--chat", help="Prompts go through the target's chat template.")]
 
 
-@app.command(cls=Command)
-@stoppable
-def head(
+def _plan(
     data: Data,
     out: Out,
     more: More = None,
     target: Target = None,
-    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
-    levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead, if not the method's own number.")] = None,
     steps: Steps = 1000,
     rows: Rows = 8,
     length: Length = 256,
@@ -61,69 +56,45 @@ def head(
     answer_tokens: AnswerTokens = 256,
     temperature: Temperature = 0.0,
     chat: Chat = False,
+) -> Any:
+    """What to train on and how, from the options that both commands have."""
+    from faircopy.train.corpus import Answering
+    from faircopy.train.runs import Plan
+
+    return Plan(
+        target or bundled.target(), [*data, *(more or [])], out, steps, rows=rows, length=length, accumulate=accumulate,
+        lr=lr, seed=seed, precision=precision, device=device,
+        answering=Answering(answer_tokens, temperature, seed, chat),
+    )  # fmt: skip
+
+
+@app.command(cls=Command)
+@stoppable
+@with_made("plan", _plan)
+def head(
+    plan: Any,
+    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
+    levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead, if not the method's own number.")] = None,
 ) -> None:
     """Train a draft head, which reads the target's hidden states."""
     from faircopy.train.runs import train_head
 
-    answers = _Answers(answer_tokens, temperature, chat)
-    plan = answers.plan(
-        target, [*data, *(more or [])], out, steps, rows, length, accumulate, lr, seed, precision, device
-    )
     show(train_head(plan, method, levels), plan.target, Console())
 
 
 @app.command(cls=Command)
 @stoppable
+@with_made("plan", _plan, lr=3e-3)
 def draft(
-    data: Data,
-    out: Out,
-    more: More = None,
-    target: Target = None,
+    plan: Any,
     hidden: Annotated[int, typer.Option(help="Width.")] = 128,
     layers: Annotated[int, typer.Option(help="Layers.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    steps: Steps = 1000,
-    rows: Rows = 8,
-    length: Length = 256,
-    accumulate: Accumulate = 1,
-    lr: Rate = 3e-3,
-    seed: Seed = 0,
-    precision: Precision = "auto",
-    device: Device = "auto",
-    answer_tokens: AnswerTokens = 256,
-    temperature: Temperature = 0.0,
-    chat: Chat = False,
 ) -> None:
     """Train a small draft model with the target's vocabulary."""
     from faircopy.train.runs import train_draft
 
-    answers = _Answers(answer_tokens, temperature, chat)
-    plan = answers.plan(
-        target, [*data, *(more or [])], out, steps, rows, length, accumulate, lr, seed, precision, device
-    )
     show(train_draft(plan, hidden, layers, heads), plan.target, Console())
-
-
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """How the target answers data that are prompts."""
-
-    tokens: int
-    temperature: float
-    chat: bool
-
-    def plan(
-        self, target: str | None, data: list[Path], out: Path, steps: int, rows: int, length: int, accumulate: int,
-        lr: float, seed: int, precision: str, device: str,
-    ) -> Plan:  # fmt: skip
-        from faircopy.train.corpus import Answering
-        from faircopy.train.runs import Plan
-
-        return Plan(
-            target or bundled.target(), data, out, steps, rows=rows, length=length, accumulate=accumulate, lr=lr,
-            seed=seed, precision=precision, device=device,
-            answering=Answering(self.tokens, self.temperature, seed, self.chat),
-        )  # fmt: skip
 
 
 def show(learned: Learned, target: str, console: Console) -> None:

@@ -36,6 +36,10 @@ class TableModel:
         self.poison: int | None = None  # a token after which all logits are NaN
         self._table = torch.randn(7, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._table.nbytes
+
     def token_weights(self) -> TokenWeights:
         """Its logits are its hidden states."""
         return TokenWeights(torch.eye(self.vocab), torch.eye(self.vocab))
