@@ -53,7 +53,13 @@ WEATHER = {
 def llm() -> LLM:
     """The bundled pair, with so few pages that sequences are preempted under load."""
     return LLM(
-        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="2500KiB", threads=1
+        bundled.target(),
+        draft=bundled.draft(),
+        drafter_per_request=True,
+        max_batch=12,
+        memory="5MiB",
+        dtype="float32",
+        threads=1,
     )
 
 
@@ -90,7 +96,9 @@ def slow(llm: LLM, seconds: float = 0.02) -> LLM:
 
 
 def test_a_completion_is_what_the_engine_writes(server: Running) -> None:
-    alone = LLM(bundled.target(), memory="12MiB").generate(STORY, SamplingParams(max_tokens=20, logprobs=2))[0]
+    alone = LLM(bundled.target(), memory="12MiB", dtype="float32").generate(
+        STORY, SamplingParams(max_tokens=20, logprobs=2)
+    )[0]
     answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=20, temperature=0, logprobs=2, return_token_ids=True)
     choice = answer["choices"][0]
     assert choice["text"] == alone.text and choice["token_ids"] == alone.token_ids
@@ -144,7 +152,9 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Running, more: dict[str, A
 
 def test_a_chat_goes_through_the_template(server: Running, llm: LLM) -> None:
     answer = server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2)
-    wanted = llm.decode(LLM(bundled.target(), memory="12MiB").chat(HELLO, SamplingParams(max_tokens=12))[0].token_ids)
+    wanted = llm.decode(
+        LLM(bundled.target(), memory="12MiB", dtype="float32").chat(HELLO, SamplingParams(max_tokens=12))[0].token_ids
+    )
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": wanted, "refusal": None}
     assert all(len(token["top_logprobs"]) == 2 for token in choice["logprobs"]["content"])
