@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test coverage lint clean
+.PHONY: demo test coverage lint clients clean
 
 demo: $(VENV)/.core
 	$(BIN)/faircopy demo
@@ -31,5 +31,13 @@ $(VENV)/.test: $(VENV)/.core
 	$(PIP) --editable ".[test]"
 	touch $@
 
+# Clients that take minutes to install; docs/serving.md keeps what they print.
+clients: $(VENV)/.test
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		schemathesis "lm-eval[api]" transformers guidellm
+	$(BIN)/python -m benchmarks.serve_clients --bin .venv-clients/bin
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -19,8 +19,12 @@ from faircopy.errors import (
 
 # Threads that spin while they wait take the processor from those that work: on a busy machine two of them were 40 times
 # slower than one (LOG.md). OpenMP reads this once, when torch is loaded; whoever has set it is left alone.
+# oneDNN keeps what it prepared for each number of rows, up to 1024 of them in each of two caches: under a server's
+# mixed load that was 600 MiB for the bundled models. 128 cost no time (docs/serving.md).
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
 
 if TYPE_CHECKING:
     from faircopy.answers import Answer, Completion

@@ -18,6 +18,7 @@ from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.ngram import NgramDrafter
+from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
 from faircopy.kernels.memory import give_back_free_memory
@@ -143,6 +144,9 @@ def build_engine(
         small.passes = build_passes(small, config)
         drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
     drafter = drafter or NoDrafter()
+    if config.drafter_per_request:
+        others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
+        drafter = PerRequestDrafter(drafter, others, target.vocab)
     runner.wants = drafter.wants
     runner.passes = build_passes(runner, config)
     steps = build_captured(runner, drafter, config)

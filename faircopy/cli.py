@@ -130,11 +130,86 @@ def chat(
     threads: Threads = None,
     exact: Exact = True,
     system: System = None,
+    url: Annotated[str | None, typer.Option(help="Talk to an OpenAI-compatible server instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="With --url.")] = None,
 ) -> None:
     """Talk to a model; earlier turns stay in the cache."""
     from faircopy.terminal.chat import chat as run
+    from faircopy.terminal.remote_chat import RemoteModel
 
-    run(_llm(target, draft, k, **_engine_options(dtype, device, memory, threads, exact)), params, system=system)
+    if url is not None and (target or draft):
+        raise ConfigError("--url", url, "given beside a model", "talk to a server or to a model")
+    options = _engine_options(dtype, device, memory, threads, exact)
+    llm = RemoteModel(url, model, api_key) if url is not None else _llm(target, draft, k, **options)
+    run(llm, params, system=system)
+
+
+def _read_config(ctx: typer.Context, file: str | None) -> str | None:
+    """--config: its values are what options are that were not given."""
+    if file is not None:
+        from faircopy.terminal.serve import read_options
+
+        names = {param.name for param in ctx.command.params if param.name is not None}
+        ctx.default_map = {**(ctx.default_map or {}), **read_options(file, names)}
+    return file
+
+
+@app.command(cls=Command, context_settings={"auto_envvar_prefix": "FAIRCOPY_SERVE"})
+def serve(
+    target: Target = None,
+    draft: Draft = None,
+    k: Width = 4,
+    batch: BatchSize = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    memory: Memory = None,
+    threads: Threads = None,
+    exact: Exact = True,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model; its folder's name if left out.")
+    ] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File with a key a line; or set FAIRCOPY_API_KEYS. Without keys all may ask.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call; may be given several times.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Sequences that wait for a place in the batch at most.")] = 256,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request's body at most.")] = 4 << 20,
+    max_prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt at most; the context if left out.")] = None,
+    max_prompts: Annotated[int, typer.Option(help="Prompts in one request at most.")] = 128,
+    max_n: Annotated[int, typer.Option(help="Samples per prompt at most.")] = 16,
+    deadline: Annotated[float | None, typer.Option(help="Seconds a request may take at most.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests get after the first signal.")] = 30.0,
+    shadow_audit: Annotated[
+        float, typer.Option(help="Share of the requests that are run again, plainly, in idle time.")
+    ] = 0.0,
+    audit_folder: Annotated[Path, typer.Option(help="Where a mismatch is written.")] = Path("faircopy-mismatches"),
+    spec_metrics: Annotated[
+        str, typer.Option("--per-request-spec-decode-metrics", help="none, summary or detailed.")
+    ] = "summary",
+    vllm_metrics: Annotated[bool, typer.Option(help="Counters under vLLM's names too.")] = True,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML or TOML file with any of these options.", is_eager=True, callback=_read_config),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, OpenAI-compatible. Every option is also FAIRCOPY_SERVE_<OPTION> in the environment."""
+    from faircopy.terminal.serve import serve as run
+
+    options = _engine_options(dtype, device, memory, threads, exact)
+    llm = _llm(target, draft, k, max_batch=batch, drafter_per_request=True, **options)
+    run(
+        llm, log_format, log_level, api_keys, host=host, port=port, name=name, cors=tuple(cors or ()),
+        max_queue=max_queue, max_body=max_body, max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n,
+        deadline=deadline, drain=drain, shadow_audit=shadow_audit, audit_folder=audit_folder,
+        spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
+    )  # fmt: skip
 
 
 @app.command(cls=Command)

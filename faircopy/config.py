@@ -44,6 +44,7 @@ class EngineConfig:
     pack_rows: bool = True  # captured steps: verify only the draft nodes that were found, where their number varies
     lookup_min: int = 1  # n-gram drafting: shortest and longest suffix looked up
     lookup_max: int = 4
+    drafter_per_request: bool = False  # a request may name a drafter of its own, or bring a prediction
     refill: bool | None = None  # new sequences join a running batch; None: as the strategy was published
     pool_window: int | None = None  # strategy "pool": sequences to choose from; None: 48, or two batches
     pool_sort: bool = False  # strategy "pool": shortest prompts first
@@ -65,6 +66,7 @@ class EngineConfig:
             "graphs",
             "pack_rows",
             "pool_sort",
+            "drafter_per_request",
             *(() if self.refill is None else ("refill",)),
         ):
             if not isinstance(getattr(self, name), bool):

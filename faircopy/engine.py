@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from faircopy.draft_length import DraftLengths, NoLength
-from faircopy.drafters.base import Drafter
+from faircopy.drafters.base import Drafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
@@ -49,6 +49,7 @@ class Engine:
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
         self._collected: float | None = None  # when the last step was, if a captured one was running behind it
         self._next_id = 0
+        self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
 
     def warm_up(self, k: int) -> None:
         """On a GPU, capture all graphs now, so that no request waits for one."""
@@ -93,6 +94,7 @@ class Engine:
             return self._captured_step(plan) if plan.captured else self._eager_step(plan)
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
             self._in_flight = None
+            self.failed = plan.seqs
             self.scheduler.retreat(plan.seqs)
             raise
         finally:
@@ -108,6 +110,7 @@ class Engine:
         batch, begin = plan.batch, time.perf_counter()
         draft = self.drafter.propose(batch)  # may be empty, may be wrong
         check_draft(draft, batch, self.target.model.vocab)
+        draft = permitted(draft, batch)
         result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more

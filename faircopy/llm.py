@@ -147,9 +147,9 @@ class LLM:
         """Answers to one conversation or several, through the model's chat template."""
         return self.generate([self.chat_prompt(m) for m in as_conversations(messages)], params, **options)
 
-    def chat_prompt(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the next answer."""
-        return self._reader.chat_prompt(messages)
+    def chat_prompt(self, messages: list[Message], **template: Any) -> list[int]:
+        """Token ids of a conversation, ready for the next answer. template: what else the chat template is given."""
+        return self._reader.chat_prompt(messages, **template)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids pass through."""

@@ -54,14 +54,14 @@ class RequestReader:
         """The request and its n - 1 further samples, each with a seed and a text of its own."""
         return [first, *(self._sample(first, index) for index in range(1, first.params.n))]
 
-    def chat_prompt(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the next answer."""
+    def chat_prompt(self, messages: list[Message], **template: Any) -> list[int]:
+        """Token ids of a conversation, ready for the next answer. template: what else the chat template is given."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("messages", "", "the model has no chat template", "use generate() with a prompt")
         try:
             return list(
                 self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    messages, **{"add_generation_prompt": True, **template, "tokenize": True, "return_dict": False}
                 )
             )
         except Exception as error:  # templates are programs and raise what they like

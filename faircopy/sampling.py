@@ -96,7 +96,7 @@ def _row_logprobs() -> Callable[[Tensor, list[int], int], list[Logprobs]] | None
 
 
 def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """A float32 copy with bias, penalties, bad words and the minimum length applied."""
+    """A float32 copy with bias, penalties, bad words, the minimum length and the constraint applied."""
     scores = logits.to(torch.float32, copy=True)
     for i, row in enumerate(rows):
         if row.seq.adjusts:
@@ -126,6 +126,9 @@ def _adjust(scores: Tensor, row: SamplingRow) -> None:
     banned = [*(seq.stops if row.output_length < params.min_tokens else ()), *_bad_ends(row)]
     if banned:
         scores[banned] = -torch.inf
+    if seq.request.constraint is not None:
+        allowed = seq.request.constraint.allowed([*seq.output, *row.path])
+        scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
 
 
 def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:

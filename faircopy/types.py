@@ -158,6 +158,13 @@ class TextStream(Protocol):
         """Take one token; true if a stop string is now complete (text then ends before it)."""
 
 
+class Constraint(Protocol):
+    """Which tokens a request may write: a grammar, for example."""
+
+    def allowed(self, output: Seq[int]) -> torch.Tensor:
+        """[vocabulary] true for the tokens that may follow this output; depends on nothing but the output."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What was asked for, in token ids."""
@@ -168,6 +175,9 @@ class Request:
     k: int | None = None  # None: the engine's
     text: TextStream | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    constraint: Constraint | None = None
+    drafter: str | None = None  # one of PerRequestDrafter's; None: the engine's
+    prediction: tuple[int, ...] = ()  # what the output may be; drafts are taken from it
 
 
 @dataclass(slots=True, eq=False)
@@ -203,8 +213,14 @@ class Sequence:
     @property
     def adjusts(self) -> bool:
         """Whether its logits are changed before a token is chosen, temperature and filters aside."""
-        params = self.params
-        return bool(params.logit_bias or params.min_tokens or params.penalises or self.request.bad_words)
+        params, request = self.params, self.request
+        changes = params.logit_bias or params.min_tokens or params.penalises or request.bad_words
+        return bool(changes) or request.constraint is not None
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether its drafts come from elsewhere than the engine's drafter."""
+        return self.request.drafter is not None or bool(self.request.prediction)
 
     @property
     def output(self) -> list[int]:

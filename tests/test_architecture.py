@@ -39,7 +39,7 @@ LEVELS: list[set[str]] = [
     {"engine", "answers"},
     {"build"},
     {"llm", "testing", "bundled"},
-    {"audit", "bench", "train"},
+    {"audit", "bench", "train", "server"},
     {"terminal"},
     {"cli"},
     {"__main__"},
@@ -47,7 +47,7 @@ LEVELS: list[set[str]] = [
 ROOT_FILE = "__init__"  # it only gathers names
 FREE = {("scheduler", "policy"), ("scheduler", "draft_length"), ("planner", "draft_length")}  # what a scheduler asks
 KNOWS_TRANSFORMERS = {"model", "train", "bench"}
-FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train"}
+FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train", "server"}
 # Private names that are still imported across modules.
 STILL_PRIVATE = {
     ("model/anatomy.py", "_Tensors"),

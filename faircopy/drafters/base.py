@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from faircopy.model.runner import Passes, Result
 from faircopy.types import Batch, Draft, Sequence, Verdict
@@ -48,6 +53,46 @@ def captured_drafter(drafter: Drafter, num_slots: int) -> CapturedDrafter | None
 def _place(kind: type, method: str) -> int:
     """Where in the order of inheritance a method is defined."""
     return next(n for n, parent in enumerate(kind.__mro__) if method in parent.__dict__)
+
+
+def chains(batch: Batch, chain: Callable[[Sequence, int], list[int]]) -> Draft:
+    """A chain of at most max_nodes for each sequence that gets one: chain(sequence, max_nodes)."""
+    return Draft.chains(
+        [
+            chain(seq, max_nodes) if max_nodes and batch.complete(i) else []
+            for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
+        ]
+    )
+
+
+def certain(tokens: list[int], vocab: int) -> list[Tensor]:
+    """What nodes were drawn from that were picked: each from itself."""
+    return [F.one_hot(torch.tensor(token), vocab).float() for token in tokens]
+
+
+def permitted(draft: Draft, batch: Batch) -> Draft:
+    """The draft without the nodes that a sequence's constraint forbids, and without what follows them."""
+    if all(seq.request.constraint is None for seq in batch.seqs):
+        return draft
+    kept = [_permitted_nodes(draft, i, seq) for i, seq in enumerate(batch.seqs)]
+    places = [{node: n for n, node in enumerate(nodes)} for nodes in kept]
+    return Draft(
+        [[draft.tokens[i][node] for node in nodes] for i, nodes in enumerate(kept)],
+        [[places[i].get(draft.parents[i][node], -1) for node in nodes] for i, nodes in enumerate(kept)],
+        None if draft.sources is None else [[draft.sources[i][node] for node in nodes] for i, nodes in enumerate(kept)],
+    )
+
+
+def _permitted_nodes(draft: Draft, i: int, seq: Sequence) -> list[int]:
+    tokens, parents, constraint = draft.tokens[i], draft.parents[i], seq.request.constraint
+    if constraint is None:
+        return list(range(len(tokens)))
+    kept: list[int] = []
+    for node, parent in enumerate(parents):
+        path = [tokens[above] for above in draft.path(i, parent)]
+        if (parent < 0 or parent in kept) and bool(constraint.allowed([*seq.output, *path])[tokens[node]]):
+            kept.append(node)
+    return kept
 
 
 class NoDrafter(Drafter):

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from faircopy.drafters.base import Drafter
+from faircopy.drafters.base import Drafter, certain
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
@@ -174,7 +173,7 @@ class HeadDrafter(Drafter):
         draft.parents[i].extend(parents)
         if draft.sources is not None:
             drawn = not growth.seq.params.greedy  # a node that was picked counts as drawn from itself
-            draft.sources[i].extend(growth.sources[: len(tokens)] if drawn else _certain(tokens, self._head.vocab))
+            draft.sources[i].extend(growth.sources[: len(tokens)] if drawn else certain(tokens, self._head.vocab))
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +208,3 @@ def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
         for n, token in zip(drawn, choose(logits[drawn], [rows[n] for n in drawn]), strict=True):
             offers[n] = [(token, 0.0)]
     return offers
-
-
-def _certain(tokens: list[int], vocab: int) -> list[Tensor]:
-    return [F.one_hot(torch.tensor(token), vocab).float() for token in tokens]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from faircopy.drafters.base import Drafter
+from faircopy.drafters.base import Drafter, chains
 from faircopy.types import Batch, Draft, Sequence
 
 if TYPE_CHECKING:
@@ -19,12 +19,7 @@ class NgramDrafter(Drafter):
         self._indices: dict[Sequence, _Index] = {}
 
     def propose(self, batch: Batch) -> Draft:
-        return Draft.chains(
-            [
-                self._lookup(seq, max_nodes) if max_nodes and batch.complete(i) else []
-                for i, (seq, max_nodes) in enumerate(zip(batch.seqs, batch.max_nodes, strict=True))
-            ]
-        )
+        return chains(batch, self._lookup)
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)

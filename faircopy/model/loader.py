@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from faircopy.errors import CheckpointError, UnsupportedModel
+from faircopy.errors import CheckpointError, FaircopyError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.model.base import Model
 from faircopy.model.decoder import Decoder, eager_weights
@@ -298,6 +299,23 @@ def load_tokenizer(path: str) -> Any | None:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers and transformers each raise their own
         raise CheckpointError("tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
+
+
+def response_template(path: str, tokenizer: Any | None) -> dict[str, Any] | None:
+    """How transformers' `parse_response` reads this model's answers: the tokenizer's own template, or the one that
+    transformers' server has for the architecture; None if there is neither."""
+    own = getattr(tokenizer, "response_template", None)
+    if own is not None or not hasattr(tokenizer, "parse_response"):
+        return own
+    try:
+        from transformers.cli.serving.utils import get_response_template
+
+        found: dict[str, Any] | None = get_response_template(
+            tokenizer, SimpleNamespace(config=load_config(find_checkpoint(path)))
+        )
+    except (ImportError, AttributeError, FaircopyError, OSError):
+        return None
+    return found
 
 
 def load_eos(path: str) -> frozenset[int]:

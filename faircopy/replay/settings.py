@@ -14,8 +14,8 @@ from faircopy.types import Sequence
 
 
 def fits_device(seq: Sequence) -> bool:
-    """Whether its tokens can be chosen without the host."""
-    if (seq.params.logprobs or 0) > MAX_LOGPROBS:
+    """Whether its tokens can be drafted and chosen without the host."""
+    if seq.drafts_itself or seq.request.constraint is not None or (seq.params.logprobs or 0) > MAX_LOGPROBS:
         return False
     if not seq.adjusts:
         return True

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from faircopy.errors import FaircopyError
-from faircopy.llm import LLM
 from faircopy.types import SamplingParams
 
 HELP = "/reset starts anew, /quit or Ctrl-D ends"
+
+
+class ChatModel(Protocol):
+    """What a conversation needs: an LLM, or a server's model."""
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> Any: ...
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[str]: ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 def conversation(system: str | None, text: str) -> list[dict[str, str]]:
@@ -20,7 +28,7 @@ def conversation(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def chat(
-    llm: LLM,
+    llm: ChatModel,
     params: SamplingParams,
     read: Callable[[str], str] = input,
     console: Console | None = None,
@@ -55,7 +63,7 @@ def chat(
 
 
 def _turn(
-    llm: LLM, params: SamplingParams, messages: list[dict[str, str]], console: Console
+    llm: ChatModel, params: SamplingParams, messages: list[dict[str, str]], console: Console
 ) -> list[dict[str, str]] | None:
     """The conversation with the answer, or None if there was none."""
     before, said = llm.metrics(), ""

@@ -122,4 +122,6 @@ def _plain_flags(params: Any) -> Any:
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
+        if getattr(param, "envvar", None) is None:
+            param.show_envvar = False  # a name that is made by rule is told once, in the command's help
     return params

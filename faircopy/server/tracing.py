@@ -1,0 +1,49 @@
+"""Spans for OpenTelemetry, where it is installed and set up by its environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from faircopy.types import Request
+
+try:
+    from opentelemetry import trace
+except ImportError:
+    trace = None
+
+
+def set_up() -> bool:
+    """Send spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names; false if there is none to send to."""
+    if trace is None or not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        return False
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        return False
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    return True
+
+
+@contextlib.contextmanager
+def traced(path: str, model: str, request: Request) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A span around a request, with the attributes of the convention for generative models; takes the usage."""
+    if trace is None:
+        yield lambda usage: None
+        return
+    with trace.get_tracer("faircopy").start_as_current_span(path) as span:
+        span.set_attribute("gen_ai.request.model", model)
+        span.set_attribute("gen_ai.request.temperature", request.params.temperature)
+        span.set_attribute("gen_ai.request.top_p", request.params.top_p)
+
+        def finish(usage: dict[str, Any]) -> None:
+            span.set_attribute("gen_ai.usage.input_tokens", usage["prompt_tokens"])
+            span.set_attribute("gen_ai.usage.output_tokens", usage["completion_tokens"])
+
+        yield finish

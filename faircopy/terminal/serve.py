@@ -1,0 +1,61 @@
+"""`faircopy serve`: options from the command line, the environment and a file, then the server."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from faircopy.errors import ConfigError
+from faircopy.llm import LLM
+
+
+def read_options(file: str, known: set[str]) -> dict[str, Any]:
+    """The options in a file of --config; unknown ones are refused."""
+    from faircopy.config import refuse_unknown
+
+    _require_packages()
+    from faircopy.server.settings import read_config
+
+    values = read_config(Path(file))
+    refuse_unknown("config", values, known)
+    return values
+
+
+def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **options: Any) -> None:
+    """Serve until a signal comes."""
+    _require_packages()
+    from faircopy.server import logs
+    from faircopy.server.run import make_server
+    from faircopy.server.settings import ServerConfig, read_keys
+
+    if log_format not in logs.FORMATS:
+        raise ConfigError("log_format", log_format, "unknown", f"use one of {', '.join(logs.FORMATS)}")
+    config = ServerConfig(api_keys=read_keys(api_keys), **options)
+    _check_port(config.host, config.port)
+    logs.set_up(log_format, log_level)
+    llm.warm_up()
+    make_server(llm, config).run()
+
+
+def _require_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("serve", error.name, "not installed", "pip install 'faircopy[serve]'") from error
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse an address that cannot be had before the server says that it starts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "port", f"{host}:{port}", f"cannot be used ({error.strerror})", "choose another"
+            ) from error

@@ -1,0 +1,707 @@
+"""The server: OpenAI's shapes, exact text whatever else runs, limits, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
+
+from faircopy import LLM, SamplingParams, bundled
+from faircopy.server.settings import ServerConfig
+from faircopy.testing import ByteTokenizer, TableModel
+from tests.server_helpers import Running, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+STORY = "Once upon a time"
+HELLO = [{"role": "user", "content": "Once upon a time there was a dog."}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The bundled pair, with so few pages that sequences are preempted under load."""
+    return LLM(
+        bundled.target(),
+        draft=bundled.draft(),
+        drafter_per_request=True,
+        max_batch=12,
+        memory="5MiB",
+        dtype="float32",
+        threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Running]:
+    with serving(llm, max_body=20_000, max_n=4, max_prompts=8) as running:
+        yield running
+
+
+def table(context: int = 4096, **options: Any) -> LLM:
+    """A model that costs nothing."""
+    return LLM(
+        TableModel(vocab=256, context=context),
+        tokenizer=ByteTokenizer(),
+        drafter_per_request=True,
+        memory="64MiB",
+        **options,
+    )
+
+
+def slow(llm: LLM, seconds: float = 0.02) -> LLM:
+    """The same model with steps that take time."""
+    forward = llm.engine.target.model.forward
+
+    def wait(*args: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*args)
+
+    llm.engine.target.model.forward = wait  # type: ignore[method-assign]
+    return llm
+
+
+# What it answers.
+
+
+def test_a_completion_is_what_the_engine_writes(server: Running) -> None:
+    alone = LLM(bundled.target(), memory="12MiB", dtype="float32").generate(
+        STORY, SamplingParams(max_tokens=20, logprobs=2)
+    )[0]
+    answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=20, temperature=0, logprobs=2, return_token_ids=True)
+    choice = answer["choices"][0]
+    assert choice["text"] == alone.text and choice["token_ids"] == alone.token_ids
+    assert choice["finish_reason"] == "length" and answer["object"] == "text_completion"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}
+    assert alone.logprobs is not None
+    scores = [found[token] for token, found in zip(alone.token_ids, alone.logprobs, strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == scores
+    assert "".join(choice["logprobs"]["tokens"]) == alone.text
+    metrics = answer["metrics"]["speculative_decoding"]
+    assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"] > 0
+
+
+def test_echo_gives_the_log_probabilities_of_the_prompt(server: Running) -> None:
+    """What lm-eval sends: token ids, echo, one token that it ignores."""
+    ids = server.post("/tokenize", prompt="The cat sat on the mat.")["tokens"]
+    body = {"prompt": [ids], "echo": True, "logprobs": 1, "temperature": 0}
+    with_one = server.post(COMPLETIONS, max_tokens=1, **body)["choices"][0]["logprobs"]
+    with_none = server.post(COMPLETIONS, max_tokens=0, **body)["choices"][0]["logprobs"]
+    assert len(with_one["token_logprobs"]) == len(ids) + 1 and len(with_none["token_logprobs"]) == len(ids)
+    assert with_one["token_logprobs"][:-1] == with_none["token_logprobs"]
+    assert with_none["token_logprobs"][0] is None and all(score < 0 for score in with_none["token_logprobs"][1:])
+
+
+def test_prompts_and_samples_become_choices_in_order(server: Running) -> None:
+    prompts = ["The cat", "The dog"]
+    answer = server.post(COMPLETIONS, prompt=prompts, n=2, seed=5, max_tokens=8)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for place, prompt in enumerate(prompts):
+        first = server.post(COMPLETIONS, prompt=prompt, seed=5, max_tokens=8)["choices"][0]
+        second = answer["choices"][2 * place + 1]
+        again = server.post(COMPLETIONS, prompt=prompt, seed=second["seed"], max_tokens=8)["choices"][0]
+        assert answer["choices"][2 * place]["text"] == first["text"] and second["text"] == again["text"]
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": ["Lily", "."]}, {"n": 2, "temperature": 1, "seed": 3}, {"logprobs": 1}])
+def test_a_stream_adds_up_to_the_whole_answer(server: Running, more: dict[str, Any]) -> None:
+    body = {"prompt": STORY, "max_tokens": 24, "temperature": 0, **more}
+    whole = server.post(COMPLETIONS, **body)
+    events = server.events(COMPLETIONS, **body, stream_options={"include_usage": True}, return_origins=True)
+    *chunks, last = events
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and "speculative_decoding" in last["metrics"]
+    for choice in whole["choices"]:
+        mine = [c for event in chunks for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert "".join(text for c in mine for text, _ in c["origins"]) == choice["text"]
+        assert [c["finish_reason"] for c in mine][-1] == choice["finish_reason"]
+        if more.get("logprobs"):
+            assert [t for c in mine for t in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+def test_a_chat_goes_through_the_template(server: Running, llm: LLM) -> None:
+    answer = server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2)
+    wanted = llm.decode(
+        LLM(bundled.target(), memory="12MiB", dtype="float32").chat(HELLO, SamplingParams(max_tokens=12))[0].token_ids
+    )
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": wanted, "refusal": None}
+    assert all(len(token["top_logprobs"]) == 2 for token in choice["logprobs"]["content"])
+    parts = [{"role": "user", "content": [{"type": "text", "text": HELLO[0]["content"]}]}]
+    assert server.post(CHAT, messages=parts, max_tokens=12, temperature=0)["choices"][0]["message"]["content"] == wanted
+    events = server.events(CHAT, messages=HELLO, max_tokens=12, temperature=0)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == wanted
+
+
+def test_models_tokens_and_states(server: Running) -> None:
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == "target"
+    found = server.post("/tokenize", prompt=STORY, return_token_strs=True)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert server.post("/detokenize", tokens=found["tokens"])["prompt"] == STORY
+    assert server.post("/tokenize", messages=HELLO)["count"] > 3
+    assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+    assert "/v1/completions" in server.http.get("/openapi.json").json()["paths"]
+
+
+# Speculation and structured output.
+
+
+def test_a_prediction_is_this_requests_draft(server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 30, "temperature": 0}
+    plain = server.post(CHAT, **body, speculative=False)
+    text = plain["choices"][0]["message"]["content"]
+    predicted = server.post(CHAT, **body, prediction={"type": "content", "content": text})
+    wrong = server.post(CHAT, **body, prediction={"type": "content", "content": "No, never. " + text})
+    assert predicted["choices"][0]["message"] == wrong["choices"][0]["message"] == plain["choices"][0]["message"]
+    details = predicted["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] >= 26 and details["rejected_prediction_tokens"] == 0
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+def test_each_request_chooses_how_it_is_drafted(server: Running) -> None:
+    body = {"prompt": STORY, "max_tokens": 24, "temperature": 0.8, "seed": 1}
+    kinds = [False, True, {"k": 2}, {"drafter": "ngram"}, {"enabled": False}]
+    answers = [server.post(COMPLETIONS, **body, speculative=kind) for kind in kinds]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    assert spec[0]["num_draft_tokens"] == spec[4]["num_draft_tokens"] == 0 < spec[1]["num_draft_tokens"]
+    assert spec[2]["num_spec_tokens"] == 2 and len(spec[2]["acceptance_histogram"]) <= 3
+    error = server.fails(COMPLETIONS, 400, **body, speculative={"drafter": "magic"})
+    assert error["param"] == "speculative.drafter"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+        {"response_format": {"type": "regex", "regex": "[A-Z][a-z]{2,8}, [0-9]{1,2} years"}},
+        {"response_format": {"type": "grammar", "grammar": 'start: "the " ("cat" | "dog") " ran" ("!" | ".")'}},
+        {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
+    ],
+)
+def test_structured_output_is_the_same_with_and_without_drafts(server: Running, more: dict[str, Any]) -> None:
+    for temperature in (0, 1):
+        body = {"prompt": STORY, "max_tokens": 60, "temperature": temperature, "seed": 2, **more}
+        kinds = [False, True, {"k": 8}, {"drafter": "ngram", "k": 6}]
+        texts = {server.post(COMPLETIONS, **body, speculative=kind)["choices"][0]["text"] for kind in kinds}
+        assert len(texts) == 1, texts
+        text = texts.pop()
+        if "json_schema" in str(more):
+            assert set(json.loads(text)) == {"name", "age"}
+        assert text.strip()
+
+
+def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
+        answer = server.post(CHAT, **body)["choices"][0]
+        call = answer["message"]["tool_calls"][0]["function"]
+        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+        assert call["name"] == "weather" and json.loads(call["arguments"])["city"] in ("Bonn", "Rome")
+        streamed = server.events(CHAT, **body)[-1]["choices"][0]
+        assert streamed["delta"]["tool_calls"][0]["function"] == call and streamed["finish_reason"] == "tool_calls"
+
+
+def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None:
+    from faircopy.model.loader import response_template
+    from faircopy.server.protocol import ChatRequest
+    from faircopy.server.tools import ToolReader
+
+    assert response_template(bundled.target(), llm.tokenizer) is None
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "Hello",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": "<|end|>", "content": "text"},
+        },
+    }
+    body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    reader = ToolReader(body, llm.tokenizer, template)
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    prompt, ids = llm.encode("Hello"), llm.tokenizer.encode  # type: ignore[union-attr]
+    message, called = reader.message("", prompt, ids(f"<think>Where?</think>{call}", add_special_tokens=False))
+    assert called and message["reasoning_content"] == "Where?"
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    message, called = reader.message("x", prompt, ids("It rains.", add_special_tokens=False))
+    assert not called and message["content"] == "It rains."
+    assert not ToolReader(body, llm.tokenizer, None).active
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": STORY, "temperature": -1}, "temperature"),
+        (COMPLETIONS, {"prompt": STORY, "max_tokens": "8"}, "max_tokens"),
+        (COMPLETIONS, {"prompt": STORY, "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [99_999]}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": "word " * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 9}, "prompt"),
+        (COMPLETIONS, {"prompt": STORY, "n": 5}, "n"),
+        (COMPLETIONS, {"prompt": STORY, "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": STORY, "logit_bias": {"cat": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": STORY, "response_format": {"type": "regex", "regex": "[a-"}}, "response_format"),
+        (COMPLETIONS, {"prompt": STORY, "response_format": {"type": "regex"}}, "response_format.regex"),
+        (COMPLETIONS, {"prompt": STORY, "min_tokens": 3, "response_format": {"type": "json_object"}}, "min_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": [5000]}, "tokens"),
+    ],
+)
+def test_bad_requests_name_the_field(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+    error = server.fails(path, 400, **body)
+    assert (
+        error["param"] == param and error["type"] == "invalid_request_error" and param.split(".")[0] in error["message"]
+    )
+
+
+def test_other_refusals_have_the_same_shape(server: Running) -> None:
+    assert server.fails(COMPLETIONS, 404, prompt=STORY, model="gpt-9")["code"] == "model_not_found"
+    assert server.http.get("/v2").json()["error"]["type"] == "not_found_error"
+    broken = server.http.post(COMPLETIONS, content=b'{"prompt": ', headers={"content-type": "application/json"})
+    assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+    assert server.fails(COMPLETIONS, 413, prompt="x" * 30_000)["code"] == "body_too_large"
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1000
+
+    assert server.http.post(COMPLETIONS, content=pieces()).status_code == 413  # sent without its length
+    nested = server.http.post(COMPLETIONS, content=b"[" * 9000, headers={"content-type": "application/json"})
+    assert nested.status_code == 400
+
+
+def test_keys_are_asked_for_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(table(), api_keys=("secret-one", "secret-two")) as server, caplog.at_level("DEBUG"):
+        body = {"prompt": "abc", "max_tokens": 2}
+        assert server.fails(COMPLETIONS, 401, **body)["code"] == "invalid_api_key"
+        for key, status in (("secret-two", 200), ("secret", 401), ("x", 401), ("secret-onesecret-two", 401)):
+            reply = server.http.post(COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert reply.status_code == status
+        assert server.http.get("/live").status_code == 401
+        assert server.http.get("/health").status_code == server.http.get("/metrics").status_code == 200
+    assert "secret" not in caplog.text
+
+
+def test_pages_of_other_origins_may_call_only_if_asked() -> None:
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serving(table()) as server:
+        assert "access-control-allow-origin" not in server.http.options(COMPLETIONS, headers=headers).headers
+    with serving(table(), cors=("https://a.example",)) as server:
+        found = server.http.options(COMPLETIONS, headers=headers).headers
+        assert found["access-control-allow-origin"] == "https://a.example"
+
+
+# Under load.
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Requests of many kinds, each with a seed."""
+    source = random.Random(0)
+    prompts = bundled.prompts()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.2, "top_k": 12, "min_p": 0.02},
+        {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.3, "logprobs": 2},
+        {"temperature": 0.7, "stop": [".", "the"]},
+        {"temperature": 1, "n": 2, "min_tokens": 4},
+        {"temperature": 0, "response_format": {"type": "regex", "regex": "[a-z ]{5,30}"}},
+        {"temperature": 0.5, "frequency_penalty": 0.5, "bad_words": ["was"], "speculative": {"k": 7}},
+        {"temperature": 0, "speculative": {"drafter": "ngram"}, "echo": True},
+    ]
+    return [
+        {
+            "prompt": prompts[n % len(prompts)][: source.randint(20, 400)],
+            "max_tokens": source.randint(8, 40),
+            "seed": n,
+            **kinds[n % len(kinds)],
+        }
+        for n in range(count)
+    ]
+
+
+def test_64_clients_get_what_each_gets_alone_without_drafts(server: Running) -> None:
+    """Mixed parameters, joins, clients that leave, and too few pages for the batch: the same text to the last bit."""
+    requests = mixed_requests(64)
+    alone = [server.post(COMPLETIONS, **{**body, "speculative": False})["choices"] for body in requests]
+    before = server.service.engine.scheduler.preemptions
+    source = random.Random(1)
+    delays = [source.random() * 0.5 for _ in requests]
+
+    def ask(n: int) -> list[dict[str, Any]]:
+        time.sleep(delays[n])
+        body = requests[n]
+        if n % 3 == 0:
+            return _joined(server.events(COMPLETIONS, **body))
+        return list(server.post(COMPLETIONS, **body)["choices"])
+
+    def leave(n: int) -> None:
+        time.sleep(delays[n])
+        body = {**requests[n], "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body.pop("response_format", None)
+        with server.http.stream("POST", COMPLETIONS, json=body) as reply:
+            next(reply.iter_lines())
+
+    with ThreadPoolExecutor(80) as pool:
+        leaving = [pool.submit(leave, n) for n in range(16)]
+        together = list(pool.map(ask, range(64)))
+        for future in leaving:
+            future.result()
+    for mine, wanted in zip(together, alone, strict=True):
+        assert [(c["text"], c["finish_reason"]) for c in mine] == [(c["text"], c["finish_reason"]) for c in wanted]
+        assert [c["logprobs"] for c in mine] == [c["logprobs"] for c in wanted]
+    assert server.service.engine.scheduler.preemptions > before
+    server.settle()
+    assert server.service.open == 0
+
+
+def _joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices of a stream, put together."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            mine = found.setdefault(choice["index"], {**choice, "text": "", "logprobs": None})
+            mine["text"] += choice["text"]
+            mine["finish_reason"] = choice["finish_reason"]
+            if choice["logprobs"]:
+                parts = mine["logprobs"] or {name: [] for name in choice["logprobs"]}
+                mine["logprobs"] = {name: parts[name] + choice["logprobs"][name] for name in parts}
+    return [found[index] for index in sorted(found)]
+
+
+def test_a_client_that_leaves_frees_its_pages_within_a_step() -> None:
+    with serving(slow(table())) as server:
+        for stream in (True, False):
+            body = json.dumps({"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": stream})
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+                while not server.service.engine.tables.held():
+                    time.sleep(0.005)
+            steps = server.service.engine.meter.steps
+            server.settle()
+            assert server.service.engine.meter.steps - steps <= 5  # the close travels through two sockets first
+            assert server.service.open == 0
+
+
+def test_a_full_queue_answers_429_and_says_when_to_come_back() -> None:
+    with serving(slow(table(max_batch=1)), max_queue=1) as server, ThreadPoolExecutor(6) as pool:
+        body = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True}
+        replies = list(pool.map(lambda _: server.http.post(COMPLETIONS, json=body), range(6)))
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert sorted(reply.status_code for reply in replies)[:2] == [200, 200] and refused
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        assert refused[0].json()["error"]["type"] == "rate_limit_error"
+        assert server.metric("faircopy_rejected_requests_total") == len(refused)
+        server.settle()
+
+
+def test_a_deadline_ends_a_request() -> None:
+    with serving(slow(table()), deadline=5.0) as server:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "timeout": 0.1}
+        assert server.fails(COMPLETIONS, 408, **body)["code"] == "deadline_exceeded"
+        assert server.events(COMPLETIONS, **body)[-1]["error"]["code"] == "deadline_exceeded"
+        server.settle()
+
+
+def test_a_failed_step_fails_its_requests_and_no_others() -> None:
+    llm = slow(table(max_batch=4), 0.005)
+    forward = llm.engine.target.model.forward
+
+    def fragile(packed: Any, *rest: Any) -> Any:
+        if 250 in packed.ids.tolist():
+            raise RuntimeError("a secret of the server")
+        return forward(packed, *rest)
+
+    llm.engine.target.model.forward = fragile  # type: ignore[method-assign]
+    with serving(llm) as server:
+        for stream in (False, True):
+            body = {"prompt": [250], "max_tokens": 4, "stream": stream, "logit_bias": {"250": -100}}
+            reply = server.http.post(COMPLETIONS, json=body)
+            assert reply.status_code == (200 if stream else 500) and "secret" not in reply.text
+            assert "server_error" in reply.text
+        good = server.post(COMPLETIONS, prompt="abc", max_tokens=4, logit_bias={"250": -100})
+        assert good["usage"]["completion_tokens"] == 4 and server.http.get("/health").status_code == 200
+        server.settle()
+
+
+def test_the_engines_death_shows_in_health() -> None:
+    with serving(slow(table())) as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
+        waiting = pool.submit(server.http.post, COMPLETIONS, json=body)
+        while not server.service.engine.busy:
+            time.sleep(0.005)
+
+        def die() -> None:
+            raise SystemExit("gone")
+
+        server.service._thread._send(die)
+        assert waiting.result().status_code == 500
+        for path in ("/health", "/ready"):
+            assert server.http.get(path).status_code == 503
+        assert server.http.post(COMPLETIONS, json=body).status_code == 503
+
+
+def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
+    with serving(slow(table())) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "abc", "ignore_eos": True}
+        short = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 20})
+        long = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 4000})
+        while server.service.open < 2:
+            time.sleep(0.005)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert short.result().status_code == 200 and server.service.draining
+        server.server.handle_exit(signal.SIGTERM, None)
+        with contextlib.suppress(httpx.HTTPError):  # it may be cut off before there is an answer
+            assert long.result(timeout=10).status_code == 500
+
+
+# The audit, metrics, options.
+
+
+def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: Path) -> None:
+    llm = table(draft="ngram")
+    with serving(llm, shadow_audit=1.0, audit_folder=tmp_path / "found") as server:
+        for n in range(5):
+            body = {"prompt": "abcabc", "max_tokens": 24, "seed": n, "stop": ["q"]}
+            server.post(COMPLETIONS, **body)
+        _wait(lambda: server.service.audit.checked == 5)
+        assert server.metric("faircopy_shadow_audit_mismatches_total") == 0
+        choose = llm.engine.verifier.judge
+        broken = threading.Event()
+
+        def wrong(batch: Any, draft: Any, result: Any) -> Any:
+            result.logits[:, 7] += 0.0 if broken.is_set() else 1000.0
+            return choose(batch, draft, result)
+
+        llm.engine.verifier.judge = wrong  # type: ignore[method-assign]
+        server.service._thread.call(lambda: None).result()
+        finish = server.service.audit.consider
+        server.service.audit.consider = lambda seq: (broken.set(), finish(seq))  # type: ignore
+        served = server.post(COMPLETIONS, prompt="abc", max_tokens=6, temperature=0, return_token_ids=True)
+        _wait(lambda: server.service.audit.checked == 6)
+        assert server.metric("faircopy_shadow_audit_mismatches_total") == 1
+        report = json.loads(next((tmp_path / "found").glob("mismatch-*.json")).read_text())
+        assert report["served"]["tokens"] == served["choices"][0]["token_ids"] == [7] * 6
+        assert report["plain"]["tokens"] != [7] * 6 and report["prompt"] == [97, 98, 99]
+
+
+def _wait(ready: Any, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not ready() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ready()
+
+
+def test_metrics_have_both_names_and_agree_with_the_answers(llm: LLM) -> None:
+    with serving(llm) as server:
+        answers = [server.post(COMPLETIONS, prompt=STORY, max_tokens=16, seed=n) for n in range(3)]
+        spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
+        for prefix in ("faircopy_", "vllm:"):
+            drafts = f"{prefix}spec_decode_num_"
+            assert server.metric(f"{drafts}draft_tokens_total") == sum(s["num_draft_tokens"] for s in spec)
+            accepted = sum(s["num_accepted_draft_tokens"] for s in spec)
+            assert server.metric(f"{drafts}accepted_tokens_total") == accepted
+            assert server.metric(f"{drafts}accepted_tokens_per_pos_total") == accepted
+            assert server.metric(f"{drafts}drafts_total") == sum(s["num_spec_steps"] for s in spec)
+            assert server.metric(f"{prefix}generation_tokens_total") == 48
+            assert server.metric(f"{prefix}time_to_first_token_seconds_count") == 3
+            assert server.metric(f"{prefix}e2e_request_latency_seconds_count") == 3
+            assert server.metric(f"{prefix}num_requests_running") == 0
+        live = server.http.get("/live").json()
+        assert live["totals"]["emitted"] == 48 and sum(live["accepted_at"]) == accepted
+        assert live["pages"]["held"] == {} and "draft tokens" in live["plan"]
+
+
+@pytest.mark.parametrize("kind", ["yaml", "toml"])
+def test_options_come_from_the_command_line_the_environment_and_a_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from faircopy import cli
+    from faircopy.terminal import serve
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "_llm", lambda *args, **options: seen.update(options) or "llm")
+    monkeypatch.setattr(serve, "serve", lambda llm, *rest, **options: seen.update(options))
+    file = tmp_path / f"serve.{kind}"
+    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5}
+    sign = ":" if kind == "yaml" else " ="
+    file.write_text("".join(f"{name}{sign} {value}\n" for name, value in lines.items()))
+    environment = {"FAIRCOPY_SERVE_PORT": "2", "FAIRCOPY_SERVE_HOST": "1.1.1.1", "FAIRCOPY_SERVE_DEADLINE": "9"}
+    result = CliRunner().invoke(cli.app, ["serve", "--config", str(file), "--host", "::1"], env=environment)
+    assert result.exit_code == 0, result.output
+    assert (seen["max_batch"], seen["max_queue"], seen["port"], seen["host"], seen["deadline"]) == (5, 3, 2, "::1", 9.0)
+    file.write_text(f"prot{sign} 1\n")
+    assert "did you mean 'port'" in str(CliRunner().invoke(cli.app, ["serve", "--config", str(file)]).exception)
+
+
+def test_the_config_is_checked() -> None:
+    for name, value in {
+        "shadow_audit": 2.0,
+        "deadline": 0.0,
+        "max_queue": -1,
+        "spec_metrics": "all",
+        "max_prompt": 0,
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            ServerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_slow_readers_do_not_hold_up_others() -> None:
+    """A client that does not read its stream: the engine goes on, and others are served."""
+    with serving(table()) as server:
+        body = json.dumps(
+            {"prompt": "abc", "max_tokens": 3000, "ignore_eos": True, "stream": True, "return_origins": True}
+        )
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert server.post(COMPLETIONS, prompt="abc", max_tokens=50)["usage"]["completion_tokens"] == 50
+        _wait(lambda: server.service.open == 0)
+        server.settle()
+
+
+def test_the_openai_client_works(server: Running) -> None:
+    openai = pytest.importorskip("openai", reason="the openai client is not installed")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert client.models.list().data[0].id == "target"
+    text = client.completions.create(model="target", prompt=STORY, max_tokens=12, temperature=0).choices[0].text
+    stream = client.completions.create(model="target", prompt=STORY, max_tokens=12, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == text
+    chat = client.chat.completions.create(
+        model="target",
+        messages=HELLO,
+        temperature=0,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}},
+    )
+    assert set(json.loads(chat.choices[0].message.content)) == {"name", "age"}
+    assert "speculative_decoding" in chat.model_extra["metrics"]
+    called = client.chat.completions.create(model="target", messages=HELLO, tools=[WEATHER], tool_choice="required")
+    assert called.choices[0].message.tool_calls[0].function.name == "weather"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="target", prompt=STORY, temperature=-3)
+    assert refused.value.param == "temperature"
+
+    async def streamed() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as other:
+            events = await other.chat.completions.create(
+                model="target", messages=HELLO, max_tokens=12, temperature=0, stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            return "".join([e.choices[0].delta.content or "" async for e in events if e.choices])
+
+    assert (
+        asyncio.run(streamed())
+        == server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
+    )
+
+
+def test_schemathesis_finds_nothing() -> None:
+    """Requests made from openapi.json: no undocumented status, type or shape, and nothing invalid is accepted.
+
+    One check is left out: what the schema allows may still be refused, for example a token id beyond the vocabulary.
+    """
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    command = [sys.executable, "-m", "schemathesis.cli", "run", "--no-color", "--seed=1", "--max-examples=5"]
+    command += ["--request-timeout=30", "--exclude-checks=positive_data_acceptance"]
+    with serving(table(context=64)) as server:
+        found = subprocess.run([*command, f"{server.url}/openapi.json"], capture_output=True, text=True, timeout=300)
+        assert found.returncode == 0, found.stdout
+        server.settle()
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Running) -> None:
+    server.post(COMPLETIONS, prompt=STORY, max_tokens=8)
+    server.fails(COMPLETIONS, 400, prompt=STORY, temperature=-1)
+    there = {line.partition("{")[0] for line in server.http.get("/metrics").text.splitlines()}
+    board = json.loads((Path(__file__).parents[1] / "deploy" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"faircopy_\w+", target["expr"])
+    }
+    assert len(asked) > 15 and asked <= there
+
+
+def test_chat_talks_to_a_server(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    from faircopy.terminal.chat import chat
+    from faircopy.terminal.remote_chat import RemoteModel
+
+    lines = iter(["Once upon a time there was a dog.", "/quit"])
+    params = SamplingParams(max_tokens=12)
+    chat(RemoteModel(server.url, None, None), params, read=lambda prompt: next(lines))
+    wanted = server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0)["choices"][0]["message"]["content"]
+    shown = capsys.readouterr().out
+    assert wanted in shown and "(12 tokens" in shown
+    with pytest.raises(ValueError, match="cannot be reached"):
+        RemoteModel("http://127.0.0.1:9", None, None)
+
+
+def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from faircopy.server import tracing
+
+    spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(tracing.trace, "get_tracer", lambda name: provider.get_tracer(name))
+    with serving(table()) as server:
+        server.post(COMPLETIONS, prompt="a secret", max_tokens=3)
+    span = spans.get_finished_spans()[0]
+    assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == 3
+    assert "secret" not in span.to_json()
