@@ -45,6 +45,9 @@ Draft = Annotated[
     typer.Option(help="Folder or hub id of a draft model or head, 'ngram' or 'none'; the bundled target has its own."),
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
+WidthOrAuto = Annotated[
+    str, typer.Option("--k", metavar="N|auto", help="Draft tokens per step; auto: as many as measured to pay.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus; 1 switches it off.")]
@@ -79,7 +82,7 @@ def generate(
     file: File = None,
     target: Target = None,
     draft: Draft = None,
-    k: Width = 4,
+    k: WidthOrAuto = "4",
     batch: BatchSize = 64,
     strategy: Strategy = "ragged",
     dtype: Dtype = "auto",
@@ -123,7 +126,7 @@ def chat(
     params: Any,
     target: Target = None,
     draft: Draft = None,
-    k: Width = 4,
+    k: WidthOrAuto = "4",
     dtype: Dtype = "auto",
     device: Device = "auto",
     memory: Memory = None,
@@ -159,7 +162,7 @@ def _read_config(ctx: typer.Context, file: str | None) -> str | None:
 def serve(
     target: Target = None,
     draft: Draft = None,
-    k: Width = 4,
+    k: WidthOrAuto = "4",
     batch: BatchSize = 64,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -333,10 +336,11 @@ def _engine_options(dtype: str, device: str, memory: str | None, threads: int | 
     return {"dtype": dtype, "device": device, "exact": exact, **{n: v for n, v in given.items() if v is not None}}
 
 
-def _llm(target: str | None, draft: str | None, k: int, **options: Any) -> Any:
+def _llm(target: str | None, draft: str | None, k: str, **options: Any) -> Any:
     from faircopy.llm import LLM
 
-    return LLM(target or bundled.target(), draft=bundled.draft_for(target, draft), k=k, **options)
+    length = int(k) if k.removeprefix("-").isdecimal() else k
+    return LLM(target or bundled.target(), draft=bundled.draft_for(target, draft), k=length, **options)
 
 
 def main() -> None:
