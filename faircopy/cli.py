@@ -108,7 +108,7 @@ def generate(
     asked = read_prompts(prompts or [], file)
     if params.asks_logprobs and out is None and not as_json:
         field = "logprobs" if params.logprobs is not None else "prompt_logprobs"
-        raise ConfigError(field, True, "text has no place for them", "add --json or --out FILE")
+        raise ConfigError(field, getattr(params, field), "text has no place for them", "add --json or --out FILE")
     answers = _answer_file(out, asked, params, resume, overwrite)
     options = _engine_options(dtype, device, memory, threads, exact)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, **options)

@@ -50,6 +50,8 @@ class EngineConfig:
     pool_sort: bool = False  # strategy "pool": shortest prompts first
 
     def __post_init__(self) -> None:
+        if isinstance(self.k, str):
+            raise ConfigError("k", self.k, "not a whole number", 'pass 0 or more, or LLM(k="auto")')
         self._whole("k", 0)
         for name in ("max_batch", "page", "lookup_min", *self._given("chunk", "threads")):
             self._whole(name, 1)

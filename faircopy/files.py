@@ -20,7 +20,7 @@ def append_line(field: str, path: Path, line: str) -> None:
             os.close(file)
     except OSError as error:
         raise _failed(
-            field, path, error, "the lines before this one are kept; free some space and run again"
+            field, path, error, "the lines before this one are kept; free some space and go on with --resume"
         ) from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from faircopy.errors import ConfigError
@@ -17,6 +19,9 @@ def use_threads(count: int | None) -> None:
     global _chosen
     if count is None:
         return
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if count > most:
+        raise ConfigError("threads", count, f"more than {most} on a machine of {os.cpu_count()} cores", "lower it")
     if _chosen not in (None, count):
         problem = f"another LLM of this process uses {_chosen}"
         raise ConfigError("threads", count, problem, "use the same number, or another process")

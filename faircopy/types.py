@@ -147,7 +147,12 @@ _RULES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("frequency_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
     ("bad_words", _each(_text), "holds something that is not a non-empty string", "pass a list of strings"),
     ("ignore_eos", lambda v: isinstance(v, bool), "not true or false", "pass a bool"),
-    ("logit_bias", lambda v: all(map(math.isfinite, v.values())), "not finite", "use -100 to ban, 100 to force"),
+    (
+        "logit_bias",
+        lambda v: all(abs(b) <= 1e9 for b in v.values()),
+        "not finite, or beyond 1e9",
+        "-100 bans, 100 forces",
+    ),
 ]
 
 

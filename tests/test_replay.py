@@ -510,3 +510,26 @@ def test_nothing_is_captured_after_warm_up(pair, plain, drafter) -> None:  # typ
         assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
     assert engine.captured.captured_sizes == before
     assert set(engine.target.passes._graphs) == passes
+
+
+def test_a_draft_model_of_shorter_context_reads_its_share_of_the_pages(pair) -> None:  # type: ignore[no-untyped-def]
+    """Target and draft share page tables, which may be longer than the draft's graphs have room for."""
+    target, draft = pair[0], shorter(pair[1], 40)
+    prompts, params = [tuple(range(5, 43)), (5, 6, 7)], SamplingParams(max_tokens=10, ignore_eos=True)
+    for options in ({"k": 7}, {"k": 4, "verifier": "rejection"}):
+        engine = build((target, draft), "model", memory="8MiB", page=8, **options)
+        seqs = [engine.add(Request(prompt, params)) for prompt in prompts]
+        finish(engine, seqs)
+        assert [len(seq.output) for seq in seqs] == [10, 10]
+
+
+def test_numbers_beyond_32_bits_are_no_failure(pair) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, "ngram", k=2)
+    asked = [
+        SamplingParams(max_tokens=5, temperature=0.8, top_k=2**31),
+        SamplingParams(max_tokens=None, min_tokens=2**31, ignore_eos=True),
+    ]
+    first, second = (engine.add(Request((5, 9, 9), params)) for params in asked)
+    while len(second.output) < 9:
+        engine.step()
+    assert len(first.output) == 5

@@ -164,7 +164,7 @@ class PagedLayout:
     ) -> Tensor:
         """Attention of q [T, H, D] over what is stored, by the device's kernel."""
         shape, suite = self.layers[layer], self.suite
-        assert suite is not None, "only a device with kernels looks by itself"
+        assert suite is not None, "attention over stored keys needs the device's kernels"
         plan = packed.plans[shape.window, shape.group]
         return suite.attend(
             q, *self.pools(layer), packed.positions, plan, arrived=self._arrived, scale=scale, window=shape.window,

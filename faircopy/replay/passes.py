@@ -189,9 +189,10 @@ class _PassGraph:
             yield _Field(f"seqs {group}", torch.int32, (tiles,), 0)
 
     def _write(self, listed: RowList, tables: list[list[int]]) -> None:
-        pages = np.full((len(tables), max(map(len, tables), default=0)), self._tables.scratch_page, np.int32)
+        most = min(max(map(len, tables), default=0), self._tables.pages)  # a draft model's context may be shorter
+        pages = np.full((len(tables), most), self._tables.scratch_page, np.int32)
         for row, table in zip(pages, tables, strict=True):
-            row[: len(table)] = table
+            row[: len(table)] = table[:most]
         values: dict[str, NDArray[Any]] = {
             "slots": np.concatenate(listed.slots) if listed.slots else np.zeros(0, np.int64),
             "wanted": np.array(listed.wanted, np.int64),

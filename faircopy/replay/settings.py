@@ -12,6 +12,8 @@ from faircopy.kernels.gpu.sampler import SamplingSlots, write_filter
 from faircopy.sampling import row_filter
 from faircopy.types import Sequence
 
+MOST = np.iinfo(np.int32).max
+
 
 def fits_device(seq: Sequence) -> bool:
     """Whether its tokens can be drafted and chosen without the host."""
@@ -52,7 +54,7 @@ def _write_row(row: NDArray[np.int32], seq: Sequence, vocab: int) -> None:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     row[Setting.REPETITION : Setting.FREQUENCY + 1] = [float_bits(number) for number in penalties]
     row[Setting.LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
-    row[Setting.PROMPT], row[Setting.MIN_TOKENS] = len(seq.prompt), params.min_tokens
+    row[Setting.PROMPT], row[Setting.MIN_TOKENS] = len(seq.prompt), min(params.min_tokens, MOST)
     row[Setting.STOPS :] = -1
     if params.min_tokens:
         row[Setting.STOPS : Setting.STOPS + len(seq.stops)] = sorted(seq.stops)

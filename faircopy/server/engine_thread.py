@@ -104,7 +104,7 @@ class EngineThread:
     def _send(self, command: Callable[[], None]) -> None:
         self._inbox.put(command)
         if self._gone:
-            self._take_sent()  # nobody else will
+            self._take_sent()  # the thread that would have is gone
 
     def _run(self) -> None:
         try:

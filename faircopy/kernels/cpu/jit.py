@@ -52,7 +52,7 @@ class Library:
         self._engine.finalize_object()
 
     def function(self, name: str, pointers: int, numbers: int) -> Any:
-        """A function of so many addresses and then 64-bit numbers. Calls release Python's global lock."""
+        """A function of n addresses and then 64-bit numbers. Calls release Python's global lock."""
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)
         found = kind(self._engine.get_function_address(name))
         found.library = self  # type: ignore[attr-defined]

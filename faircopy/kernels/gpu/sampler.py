@@ -535,7 +535,7 @@ def write_filter(row: NDArray[np.int32], what: Filter, vocab: int) -> None:
     """Write a filter's columns of a settings row."""
     spread = 1.0 - what.share / 2**filters.SHARE
     octaves = math.log2(vocab / spread) + 0.01 if spread > 0.0 else 0.0
-    row[Setting.TOP_K], row[Setting.SHARE] = what.top_k, what.share
+    row[Setting.TOP_K], row[Setting.SHARE] = min(what.top_k, vocab), what.share
     row[Setting.BELOW], row[Setting.STEPS] = float_bits(what.below), float_bits(what.steps)
     row[Setting.WINDOW] = float_bits(min(3e38, octaves * 2**filters.STEPS / what.steps))
 
