@@ -153,8 +153,8 @@ def build_engine(
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
     lengths = NoLength() if plain else draft_lengths or (AutoLength if config.auto else FixedLength)(config.k)
-    beside = None if runner.passes is None else partial(runner.passes.chunk_beside, config.step_ms)
-    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, beside)
+    mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
+    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)

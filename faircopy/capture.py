@@ -24,7 +24,7 @@ from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.base import Layout, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
-from faircopy.model.capture_test import capture_problem
+from faircopy.model.capture_trial import capture_problem
 from faircopy.model.fused import Fused
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.types import Sequence

@@ -93,7 +93,7 @@ class Engine:
         try:
             return self._captured_step(plan) if plan.captured else self._eager_step(plan)
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
-            self._in_flight = None
+            self._in_flight = self._collected = None
             self.failed = plan.seqs
             self.scheduler.retreat(plan.seqs)
             raise

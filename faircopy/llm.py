@@ -67,7 +67,7 @@ class LLM:
             options = more | options
         if k == "auto":
             k, options = AUTO_MAX, {"auto": True, **options}
-        self.config = EngineConfig(k=k, **options)  # type: ignore[arg-type]
+        self.config = EngineConfig(k=k, **options)  # type: ignore[arg-type]  # it refuses other words
         use_threads(self.config.threads)
         self._warm_up = "not done"  # or the time and the memory that it took
         self._lock = FairLock()  # around everything that reads or changes the engine

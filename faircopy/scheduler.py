@@ -49,12 +49,15 @@ class Scheduler:
         draft_lengths: DraftLengths,
         chunk: int,
         capture: CaptureRule | None = None,
-        mixed_chunk: Callable[[], int] | None = None,
+        mixed_rows: Callable[[], int] | None = None,
     ) -> None:
-        """capture: None if all steps are eager. mixed_chunk: rows of a step in which texts go on, at most."""
+        """capture: None if all steps are eager.
+
+        mixed_rows: rows of a step in which texts go on and prompts are read, at most; None: only `chunk` bounds it.
+        """
         self._ledger, self._cached, self._policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
-        self._mixed_chunk = mixed_chunk or (lambda: 2 * chunk)
+        self._mixed_rows = mixed_rows
         self._waiting: list[Sequence] = []  # in order of arrival
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._departed: list[Sequence] = []
@@ -146,7 +149,7 @@ class Scheduler:
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch, before, chunk = Batch([], [], []), self.preemptions, self._chunk_beside(candidates)
+        batch, before, chunk = Batch([], [], []), self.preemptions, self._prompt_chunk(candidates)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)
@@ -158,12 +161,12 @@ class Scheduler:
                 chunk -= used
         return batch
 
-    def _chunk_beside(self, candidates: list[Sequence]) -> int:
+    def _prompt_chunk(self, candidates: list[Sequence]) -> int:
         """Prompt tokens of this step at most: fewer if texts go on in it, whose rows count too."""
         going_on = [seq for seq in candidates if seq in self._running and len(seq.tokens) - self._cached(seq) == 1]
-        if not going_on:
+        if not going_on or self._mixed_rows is None:
             return self._chunk
-        return max(1, min(self._chunk, self._mixed_chunk() - len(going_on)))
+        return max(1, min(self._chunk, self._mixed_rows() - len(going_on)))
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -495,8 +496,8 @@ def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-d
     engine.warm_up(2)
     found = engine.target.passes
     assert set(found.times) == set(graphs.ROWS)
-    assert found.chunk_beside(1e-9) == min(graphs.ROWS)
-    assert found.chunk_beside(1e9) == max(graphs.ROWS)
+    assert found.mixed_step_rows(1e-9) == min(graphs.ROWS)
+    assert found.mixed_step_rows(1e9) == max(graphs.ROWS)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
@@ -533,3 +534,21 @@ def test_numbers_beyond_32_bits_are_no_failure(pair) -> None:  # type: ignore[no
     while len(second.output) < 9:
         engine.step()
     assert len(first.output) == 5
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_every_sampling_parameter_survives_preemption(pair, drafter) -> None:  # type: ignore[no-untyped-def]
+    """A sequence that comes back has its token counts, biases and bans again, whatever batch slot it gets."""
+    models = pair if drafter == "model" else pair[:1]
+    per_token = sum(2 * 4 * layer.kv_heads * layer.head_dim for model in models for layer in model.layers)
+    params = [replace(one, max_tokens=23, ignore_eos=True) for one in MIXED]
+
+    def texts(engine: Engine) -> list[list[int]]:
+        requests = enumerate(zip(PROMPTS, params, strict=True))
+        return finish(engine, [engine.add(Request(tuple(p), q, n, bad_words=BAD_WORDS)) for n, (p, q) in requests])
+
+    wanted = texts(build(pair, None, k=0, max_batch=1, graphs=False))
+    engine = build(pair, drafter, k=4, page=8, memory=per_token * 8 * 14)
+    starts = count_starts(engine)
+    assert texts(engine) == wanted
+    assert engine.scheduler.preemptions > 0 and len(starts) > 4

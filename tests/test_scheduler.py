@@ -70,7 +70,7 @@ def test_prompts_beside_running_texts_are_read_in_smaller_chunks() -> None:
     """A step in which a text goes on takes as many rows as it is allowed, those of the text included."""
     model = TableModel(vocab=64, context=512)
     engine = build_engine(model, config=EngineConfig(k=0, max_batch=4, memory="1MiB", chunk=64))
-    engine.scheduler._mixed_chunk = lambda: 9  # type: ignore[method-assign]
+    engine.scheduler._mixed_rows = lambda: 9  # type: ignore[method-assign]
     first = engine.add(Request(tuple(range(40)), SamplingParams(max_tokens=30)))
     engine.step()
     assert len(first.output) == 1  # alone, in one chunk

@@ -37,7 +37,7 @@ class Passes(Protocol):
     def warm(self) -> None:
         """Make now what would be made when it is first needed."""
 
-    def chunk_beside(self, step_ms: float | None) -> int:
+    def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read, so that it takes step_ms milliseconds at most.
 
         None: 3 times as long as a step without prompts.

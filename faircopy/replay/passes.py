@@ -52,7 +52,7 @@ class CapturedPasses:
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
 
-    def chunk_beside(self, step_ms: float | None) -> int:
+    def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
         if not self.times:
             return UNTIMED
@@ -119,8 +119,9 @@ class _Inputs:
             array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
         if self._device.is_cuda:
-            self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied[self._turn].record()  # type: ignore[union-attr]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._copied[self._turn] = copied
 
     @staticmethod
     def _views(memory: Tensor, fields: list[_Field], sizes: list[int]) -> dict[str, Tensor]:
