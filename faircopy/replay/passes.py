@@ -52,6 +52,11 @@ class CapturedPasses:
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
 
+    def rehearse(self) -> None:
+        """Make every launch once; for kernels that are compiled ahead."""
+        for rows in self._sizes():
+            _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
+
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
         if not self.times:

@@ -21,6 +21,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
 from faircopy.kernels.gpu.attention import PATH
+from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
@@ -83,13 +84,11 @@ class CapturedRunner:
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
         ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
-        return ready and self._will_take(batch)
+        return ready and self.follows(batch)
 
-    def before_capture(self, batch: Batch) -> Batch:
-        """This batch as an eager step: if captured steps follow and drafting is expensive, one node per sequence."""
-        if not self._expensive_drafts or not self._will_take(batch):
-            return batch
-        return Batch(batch.seqs, batch.upto, [min(nodes, 1) for nodes in batch.max_nodes])
+    def eager_nodes(self, k: int) -> int:
+        """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow."""
+        return min(k, 1) if self._expensive_drafts else k
 
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's."""
@@ -133,6 +132,14 @@ class CapturedRunner:
                 self._graph(self._bucket(size, nodes), nodes)[1].warm()
             self._warmed.append(nodes)
 
+    def rehearse(self, k: int) -> None:
+        """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
+        if self._drafter.reads_hidden_states is not None:
+            k = 0  # a draft head reads tokens that kernels choose, and none run
+        for nodes in {min(k, self.max_nodes), 0}:
+            for size in self._buckets:
+                self._make_step(self._make_state(size, nodes)).warm()
+
     def nodes_for(self, k: int) -> int:
         """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""
         return min((nodes for nodes in self._warmed if nodes >= k), default=k)
@@ -146,7 +153,7 @@ class CapturedRunner:
         """(batch slots, k) of all graphs made so far; of steps in two graphs, the numbers of rows of the second."""
         return {size: set(step.captured_rows) for size, (_, step) in self._captured.items()}
 
-    def _will_take(self, batch: Batch) -> bool:
+    def follows(self, batch: Batch) -> bool:
         """Whether captured steps follow once this batch has been read."""
         return (
             len(batch) <= self._buckets[-1]
@@ -239,7 +246,7 @@ class CapturedRunner:
 
     def _capture(self, work: Work) -> Work:
         """The same work as a graph, where there are graphs."""
-        if not self._graphs:
+        if not self._graphs or compiling_ahead():
             return work
         recording = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recording, pool=self._pool):
