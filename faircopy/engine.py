@@ -116,7 +116,8 @@ class Engine:
 
     def _eager_step(self, plan: StepPlan) -> list[Output]:
         batch, begin = plan.batch, time.perf_counter()
-        draft = self.drafter.propose(batch)  # may be empty, may be wrong
+        ask = self.drafter.read if plan.before_capture else self.drafter.propose
+        draft = ask(batch)  # may be empty, may be wrong
         check_draft(draft, batch, self.target.model.vocab)
         draft = permitted(draft, batch)
         result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -145,7 +146,10 @@ def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def row_filter(params: SamplingParams) -> Filter:
     """The filters of a request that draws."""
-    return Filter.of(params.temperature, params.top_k, params.top_p, params.min_p)
+    return _filter(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+_filter = lru_cache(1024)(Filter.of)
 
 
 def _adjust(scores: Tensor, row: SamplingRow) -> None:

@@ -146,17 +146,18 @@ class Scheduler:
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
         if not self._capture.takes(batch):
-            return StepPlan(self._before_capture(batch, self._capture))
+            return self._before_capture(batch, self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
         k = max(wanted[seq] for seq in batch.seqs)
         return StepPlan(batch, True, self._capture.nodes_for(min(k, self._capture.max_nodes)))
 
     @staticmethod
-    def _before_capture(batch: Batch, capture: CaptureRule) -> Batch:
+    def _before_capture(batch: Batch, capture: CaptureRule) -> StepPlan:
         """A batch as an eager step: if captured steps follow and drafting is expensive, with fewer draft nodes."""
         if not capture.follows(batch):
-            return batch
-        return Batch(batch.seqs, batch.upto, [capture.eager_nodes(nodes) for nodes in batch.max_nodes])
+            return StepPlan(batch)
+        max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
+        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
@@ -174,15 +175,18 @@ class Scheduler:
 
     def _prompt_chunk(self, candidates: list[Sequence], lengths: list[int]) -> int:
         """Prompt tokens of this step at most: fewer if texts go on in it, whose tokens and nodes are rows too."""
-        rows = [
-            1 + (length if self._capture is None else self._capture.eager_nodes(length))
-            for seq, length in zip(candidates, lengths, strict=True)
-            if seq in self._running and len(seq.tokens) - self._cached(seq) == 1
-        ]
-        if not rows or self._mixed_rows is None:
+        nodes = lengths if self._capture is None else [self._capture.eager_nodes(length) for length in lengths]
+        goes_on = [seq in self._running and len(seq.tokens) - self._cached(seq) == 1 for seq in candidates]
+        if self._mixed_rows is None or not any(goes_on):
             return self._chunk
         bound = self._mixed_rows()
-        return max(1, min(self._chunk, max(bound - sum(rows), bound // LEAST_SHARE)))
+        left = bound - sum(1 + count for count, on in zip(nodes, goes_on, strict=True) if on)
+        read = 0
+        for seq, count, on in zip(candidates, nodes, goes_on, strict=True):
+            if not on and read < left:  # a prompt that ends in this step gets nodes too
+                read += len(seq.tokens)
+                left -= count
+        return max(1, min(self._chunk, max(left, bound // LEAST_SHARE)))
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""

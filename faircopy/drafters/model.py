@@ -53,6 +53,13 @@ class ModelDrafter(Drafter):
             part = _part(part, [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute])
         return Draft.chains(draft.tokens, draft.sources)
 
+    def read(self, batch: Batch) -> Draft:
+        """Read what is new and draft nothing: the host need not wait for a token."""
+        self._fed = self._readable(batch)
+        if self._fed.seqs:
+            self._runner.forward(self._fed, Draft.empty(len(self._fed)))
+        return Draft.empty(len(batch))
+
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the keys of accepted nodes; the last node of a chain never had any."""
         decisions = dict(zip(batch.seqs, verdict.decisions, strict=True))

@@ -23,7 +23,7 @@ from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
-ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # larger passes take the device longer than the host
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 

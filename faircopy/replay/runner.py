@@ -21,7 +21,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
 from faircopy.kernels.gpu.attention import PATH
-from faircopy.kernels.gpu.launch import compiling_ahead
+from faircopy.kernels.gpu.launch import compiling_ahead, sent
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
@@ -31,7 +31,7 @@ from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport
-from faircopy.replay.settings import fits_device, write_settings
+from faircopy.replay.settings import Rows, fits_device, write_settings
 from faircopy.replay.steps import OneGraphStep, Step, Steps, TwoGraphStep, bucket_for
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Sequence, StepPlan, Verdict
 from faircopy.verify.base import numerics_error
@@ -71,6 +71,7 @@ class CapturedRunner:
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._settings: Rows = {}  # of the sequences in batch slots
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
@@ -98,7 +99,7 @@ class CapturedRunner:
         self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
         if after is None:
             self._write_history(slots)
-            write_settings(self._sampling, slots)
+            self._settings = write_settings(self._sampling, slots, self._settings)
             if self._drafter.reads_hidden_states is not None:
                 self._drafter.reads_hidden_states.assign(slots)
         with self._around():
@@ -280,8 +281,8 @@ class CapturedRunner:
         cols = np.concatenate([np.arange(len(seq.tokens)) for seq in slots])
         text = np.concatenate([np.array(seq.tokens, np.int32) for seq in slots])
         history = self._batch_slots.history
-        where = tuple(torch.from_numpy(part).to(history.device) for part in (rows, cols))
-        history.index_put_(where, torch.from_numpy(text).to(history.device))
+        where = tuple(sent(part, torch.int64, history.device) for part in (rows, cols))
+        history.index_put_(where, sent(text, torch.int32, history.device))
 
     def _report(self, graph: GraphState) -> tuple[Tensor, LogprobReport]:
         """Host memory for what a step reports."""

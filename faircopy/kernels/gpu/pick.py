@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.kernels.filters import Filter
-from faircopy.kernels.gpu.launch import begin, launched, options
+from faircopy.kernels.gpu.launch import begin, launched, options, sent
 from faircopy.kernels.gpu.records import Asks
 from faircopy.kernels.gpu.sampler import (
     RowSampling,
@@ -141,8 +141,7 @@ def pick(
 def pick_rows(scores: Tensor, temperatures: list[float], keys: list[int], wanted: list[Filter], strict: bool) -> Tensor:
     """A token per row of adjusted scores [R, V], as `pick`, from what the host knows of the rows."""
     device = scores.device
-    drawn_at = torch.tensor(temperatures, dtype=torch.float32, device=device)
-    noise = torch.tensor(keys, dtype=torch.int64, device=device)
+    drawn_at, noise = sent(temperatures, torch.float32, device), sent(keys, torch.int64, device)
     rows = filter_rows(wanted, scores.shape[1], device) if any(what.active for what in wanted) else None
     return pick(scores, drawn_at, noise, strict=strict, sampling=rows)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from faircopy.kernels import filters
 from faircopy.kernels.filters import Filter, Kept
 from faircopy.kernels.gpu.attention import PATH
-from faircopy.kernels.gpu.launch import begin, launched, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power, sent
 from faircopy.kernels.gpu.records import (
     IN_PROMPT,
     MAX_BANS,
@@ -530,7 +530,7 @@ def filter_rows(wanted: Seq[Filter], vocab: int, device: torch.device) -> RowSam
         row[Setting.ASKS] = Asks.FILTERS if what.active else 0
         write_filter(row, what, vocab)
     none = torch.zeros(1, 1, dtype=torch.float32, device=device)
-    of = SamplingSlots(torch.from_numpy(settings).to(device), none.int(), none)
+    of = SamplingSlots(sent(settings, torch.int32, device), none.int(), none)
     rows = RowSampling.empty(of, len(wanted), 1)
     rows.slots.copy_(torch.arange(len(wanted), device=device))
     rows.asks.copy_(of.settings[:, Setting.ASKS])
