@@ -21,7 +21,7 @@ from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
-from faircopy.errors import ConfigError
+from faircopy.errors import CheckpointError, ConfigError
 from faircopy.kernels.memory import give_back_free_memory
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
@@ -173,7 +173,7 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     if target.device.type != "cpu":
         return None
     small = None if isinstance(draft, Head) else draft
-    names = [None if model is None else identity(model.name) for model in (target, small)]
+    names = [None if model is None else _checkpoint(model) for model in (target, small)]
     kind = f"{target.dtype} {device_kind(target.device)} {source_hash()}"
     key = f"{names[0]} {names[1]} {kind}"
     kept = _COSTS.get(key) if names[0] is not None else None
@@ -186,6 +186,14 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     if names[0] is not None:
         _COSTS.put(key, table.as_json())
     return table
+
+
+def _checkpoint(model: Model) -> str | None:
+    """What a model's files say they are; None: it was not read from files."""
+    try:
+        return identity(model.name)
+    except CheckpointError:
+        return None
 
 
 _COSTS = KeptTable("costs")
