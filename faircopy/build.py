@@ -154,18 +154,22 @@ def build_engine(
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config)
+    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
-    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, mixed)
+    policy = strategy.policy(config, captured is not None)
+    scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
 
 
-def _draft_lengths(target: Model, draft: Model | Head | None, config: EngineConfig) -> DraftLengths:
+def _draft_lengths(
+    target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None
+) -> DraftLengths:
     if not config.auto:
         return FixedLength(config.k)
-    return AutoLength(config.k, config.quality, cost_table(target, draft, config))
+    most = config.k if captured is None else min(config.k, captured.max_nodes)
+    return AutoLength(most, config.quality, cost_table(target, draft, config))
 
 
 def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:

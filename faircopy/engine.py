@@ -145,6 +145,8 @@ class Engine:
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
+        if plan.before_capture:
+            self.drafter.settle(batch)
         decoding = all(fed == 1 for fed in result.packed.fed)
         self._pace.stop()
         seconds = time.perf_counter() - begin
