@@ -151,7 +151,8 @@ class Engine:
         self._pace.stop()
         seconds = time.perf_counter() - begin
         step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
-        self.draft_lengths.observe(step, seconds if decoding else None)
+        # where steps are captured, the time of an eager one says nothing of them
+        self.draft_lengths.observe(step, seconds if decoding and self.captured is None else None)
         return self._commit(step)
 
     def _captured_step(self, plan: StepPlan) -> list[Output]:
