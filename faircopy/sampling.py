@@ -56,6 +56,12 @@ def choose(logits: Tensor, rows: Seq[SamplingRow]) -> list[int]:
     return chosen.tolist()
 
 
+def choice_bytes(rows: int, vocab: int, sampled: bool = True) -> int:
+    """What `choose` allocates besides the logits: none for greedy rows; else scores, drawn ones, filtered ones, those
+    over temperature and with noise, in float32, and a mask."""
+    return rows * vocab * (5 * 4 + 1) if sampled else 0
+
+
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
     scores = adjusted(logits, rows)

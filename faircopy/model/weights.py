@@ -56,6 +56,7 @@ class Spec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    intermediate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ def decoder_spec(config: Any, frequencies: Tensor, rope_factor: float) -> Spec:
         embedding_multiplier=getattr(config, "embedding_multiplier", dtype_scale),
         residual_multiplier=getattr(config, "residual_multiplier", 1.0),
         logits_divisor=getattr(config, "logits_scaling", 1.0),
+        intermediate=config.intermediate_size,
     )
 
 
