@@ -55,6 +55,7 @@ class ModelShape:
     head_dim: int
     layers: tuple[LayerShape, ...]
     tied: bool  # the output layer shares the embedding
+    qk_norm: bool = False
 
     @property
     def qkv(self) -> int:

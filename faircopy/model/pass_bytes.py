@@ -20,7 +20,7 @@ def activation_bytes(shape: ModelShape, rows: int, device: torch.device) -> int:
     """Peak bytes of the layers of one pass over this many rows, before its logits."""
     if shape.backend == "transformers":
         return rows * shape.dtype.itemsize * _stock_numbers(shape)
-    return _fused(shape, rows) if device.type == "cuda" else rows * shape.dtype.itemsize * _eager_numbers(shape)
+    return _fused(shape, rows) if device.type == "cuda" else rows * _eager(shape)
 
 
 def logits_bytes(shape: ModelShape, rows: int) -> int:
@@ -35,12 +35,14 @@ def partial_attention_bytes(shape: ModelShape, seqs: int, rows: int, context: in
     return size if seqs * keys < PROGRAMS and size <= PARTS_LIMIT else 0
 
 
-def _eager_numbers(shape: ModelShape) -> int:
-    """model/decoder.py, per row: in attention the residual, its norm, q, k, v, and rotated copies; in the MLP the
-    residual, its norm and the gated product."""
-    rotated = shape.qkv - (shape.qkv - shape.heads * shape.head_dim) // 2
-    attention = shape.hidden + shape.qkv + 2 * rotated + shape.head_dim
-    return max(attention, 3 * shape.hidden + shape.intermediate)
+def _eager(shape: ModelShape) -> int:
+    """model/decoder.py, per row: torch normalises 16-bit numbers in two float32 copies; rotating needs two copies."""
+    size, rotated = shape.dtype.itemsize, (shape.qkv + shape.heads * shape.head_dim) // 2
+    in_float = 8 if size == 2 else 0
+    norm = 2 * shape.hidden * size + in_float * shape.hidden
+    heads = max((2 + shape.qk_norm) * rotated * size, in_float * rotated if shape.qk_norm else 0)
+    attention = (shape.hidden + shape.qkv + shape.head_dim) * size + heads
+    return max(norm, attention, (2 * shape.hidden + shape.intermediate) * size)
 
 
 def _stock_numbers(shape: ModelShape) -> int:

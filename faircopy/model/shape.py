@@ -41,6 +41,7 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
         head_dim=head_size(config),
         layers=_layers(config),
         tied=tied,
+        qk_norm=any(name.endswith("q_norm.weight") for name, _ in skeleton.named_parameters()),
     )
 
 
@@ -66,6 +67,7 @@ def shape_of_model(model: Model) -> ModelShape:
         head_dim=0 if spec is None else spec.head_dim,
         layers=tuple(model.layers),
         tied=read == parameters,
+        qk_norm=weights is not None and weights.layers[0].qk_norm is not None,
     )
 
 

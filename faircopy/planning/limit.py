@@ -61,7 +61,7 @@ def _shape(target: str | Model, config: EngineConfig, device: torch.device) -> M
 def _setup(shape: ModelShape, config: EngineConfig) -> Setup:
     """Without a number of planned tokens, one sequence must fit that fills its context."""
     device = config.torch_device()
-    whole = -(-(shape.context + 2 * (config.k + 1)) // config.page)
+    whole = -(-shape.context // config.page)
     return Setup(
         target=shape,
         draft=shape_of_draft(None, shape.dtype, device),
@@ -79,10 +79,8 @@ def _setup(shape: ModelShape, config: EngineConfig) -> Setup:
 
 
 def _pages(setup: Setup, budget: int, config: EngineConfig) -> int:
-    most = config.max_batch * -(-(setup.target.context + 2 * (config.k + 1)) // config.page)
-    found = with_all_pages(setup, budget, most).pages
-    assert found is not None, "a number was asked for"
-    return found
+    most = config.max_batch * -(-setup.target.context // config.page)
+    return with_all_pages(setup, budget, most).pool_pages
 
 
 def _tokens_per_pass(setup: Setup) -> Speed:

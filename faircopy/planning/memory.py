@@ -22,6 +22,7 @@ from faircopy.sampling import choice_bytes
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
 GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
+HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
 TRIAL_ROWS = 700  # rows of the largest pass of the test at load
 
 
@@ -49,7 +50,7 @@ class Setup:
     sampled: bool = True  # whether requests may sample with filters and penalties; else all are greedy
     rejection: bool = False  # whether the verifier wants what every draft token was drawn from
     graphs: bool = True
-    pages: int | None = None  # of the pool; None: as many as the batch's tokens and nodes need
+    pages: int | None = None  # of the pool; None: as many as the batch's tokens need
 
     @property
     def rows(self) -> int:
@@ -57,16 +58,9 @@ class Setup:
         return self.batch * (self.nodes + 1)
 
     @property
-    def dialogue_pages(self) -> int:
-        """Pages for the tokens of every sequence."""
-        return self.batch * -(-self.tokens // self.page)
-
-    @property
-    def node_pages(self) -> int:
-        """Pages besides, for draft tokens whose verdict is not known; a captured step needs room for two steps."""
-        steps = 2 if self.captured else 1
-        whole = -(-(self.tokens + steps * (self.nodes + 1)) // self.page)
-        return self.batch * whole - self.dialogue_pages
+    def pool_pages(self) -> int:
+        """Pages for the tokens of every sequence. Draft nodes lie where the next tokens will, none behind a limit."""
+        return self.batch * -(-self.tokens // self.page) if self.pages is None else self.pages
 
     @property
     def captured(self) -> bool:
@@ -146,16 +140,12 @@ def _shared_copies(target: ModelShape, device: torch.device) -> int:
 
 
 def _cache(setup: Setup) -> list[Item]:
-    """Pages of the pool, and the scratch page; draft nodes need some of them."""
-    target, draft = setup.page_bytes()
-    have = setup.dialogue_pages + setup.node_pages if setup.pages is None else setup.pages
-    nodes = min(setup.node_pages, have)
-    pages = have - nodes
+    """Pages of the pool, and the scratch page."""
+    (target, draft), pages = setup.page_bytes(), setup.pool_pages
     of = f"{pages} pages of {setup.page} tokens"
     return [
-        Item("keys and values", (pages + 1) * target, of),
-        Item("draft keys and values", (pages + 1) * draft if draft else 0, of),
-        Item("nodes in flight", nodes * (target + draft), f"{setup.nodes} draft tokens per sequence"),
+        Item("keys and values", (pages + 1) * target, f"{of}, draft nodes in flight included"),
+        Item("draft keys and values", (pages + 1) * draft, of),
     ]
 
 
@@ -171,6 +161,7 @@ def _working(setup: Setup) -> list[Item]:
         Item("activations", layers, f"the largest pass, {rows} rows"),
         Item("logits and sampling", max(0, choosing - layers), f"{setup.rows} rows, beyond the activations"),
         Item("hidden states", states, "kept until the head has read them"),
+        Item("allocator", layers + HEAP if setup.device.type == "cpu" else 0, "freed blocks that the C library keeps"),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from faircopy.errors import ConfigError
@@ -94,8 +95,7 @@ def with_all_pages(setup: Setup, budget: int, most: int) -> Setup:
     """As many pages as the budget holds, up to the most that could be used."""
     page = sum(setup.page_bytes())
     spare = budget - total(memory_items(setup))
-    have = setup.pages if setup.pages is not None else setup.dialogue_pages + setup.node_pages
-    return replace(setup, pages=min(most, have + max(0, spare) // max(1, page)))
+    return replace(setup, pages=min(most, setup.pool_pages + max(0, spare) // max(1, page)))
 
 
 def roofline(setup: Setup, device: Device) -> Roofline:
@@ -138,7 +138,7 @@ def _what(chosen: Candidate) -> str:
     if chosen.rung == NONE:
         return "no drafter"
     shape = f" on {setup.levels} levels" if setup.draft.tree else ""
-    return f"{setup.nodes} draft tokens{shape} by {setup.draft.name}"
+    return f"{setup.nodes} draft tokens{shape} by {Path(setup.draft.name).name}"
 
 
 def _why(plan: Plan) -> str:
