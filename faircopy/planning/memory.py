@@ -204,10 +204,12 @@ def _pass_graphs(shape: ModelShape, setup: Setup) -> int:
 
 
 def _loading(setup: Setup) -> int:
-    """Beside the target's weights when it is read and tested: an embedding before it is packed, or the largest pass of
-    the test with its small cache."""
+    """Beside the target's weights when it is read and tested: what is not packed yet (of stock modules all of it, of our
+    decoder the output layer), or the largest pass of the test with its small cache."""
     target, device = setup.target, setup.device
-    embedding = target.vocab * target.hidden * target.dtype.itemsize if device.type == "cpu" else 0
+    stock = target.backend == "transformers"
+    unpacked = target.parameters if stock else target.vocab * target.hidden
+    unpacked *= target.dtype.itemsize if device.type == "cpu" else 0
     trial = activation_bytes(target, TRIAL_ROWS, device)
     trial += (TRIAL_ROWS + 200) * kv_bytes(target.layers, target.dtype, device)
-    return max(embedding, trial)
+    return unpacked + trial if stock else max(unpacked, trial)

@@ -86,9 +86,16 @@ def smallest(base: Setup) -> int:
 
 def with_chunk(setup: Setup, budget: int) -> Setup:
     """Prompt chunks short enough that their pass leaves memory for the rest."""
-    while setup.chunk > LEAST_CHUNK and _pass_bytes(setup) > max(0, budget - _kept_bytes(setup)) // SHARE:
+    while setup.chunk > LEAST_CHUNK and _crowds(setup, budget):
         setup = replace(setup, chunk=max(LEAST_CHUNK, setup.chunk // 2))
     return setup
+
+
+def _crowds(setup: Setup, budget: int) -> bool:
+    """Whether a prompt's pass takes too large a share of what weights and the dialogue leave."""
+    items = {item.name: item.bytes for item in memory_items(setup)}
+    free = max(0, budget - items["weights"] - items.get("keys and values", 0))
+    return items.get("activations", 0) > free // SHARE or sum(items.values()) > budget
 
 
 def with_all_pages(setup: Setup, budget: int, most: int) -> Setup:
@@ -117,14 +124,6 @@ def _draft_seconds(setup: Setup, device: Device) -> float:
         return 0.0
     spoken = setup.levels * setup.target.vocab * setup.target.hidden
     return (draft.parameters(setup.levels) + spoken) * size / device.bandwidth
-
-
-def _kept_bytes(setup: Setup) -> int:
-    return sum(item.bytes for item in memory_items(setup) if item.name in ("weights", "keys and values"))
-
-
-def _pass_bytes(setup: Setup) -> int:
-    return sum(item.bytes for item in memory_items(setup) if item.name == "activations")
 
 
 def _dialogue(setup: Setup) -> str:

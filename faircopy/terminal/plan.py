@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -93,13 +94,14 @@ def as_json(plan: Plan, wish: Wish) -> str:
 
 def plot(plan: Plan, wish: Wish, file: Path) -> None:
     """Draft tokens over batch sizes: the law, and the fastest by roofline and acceptance."""
-    from faircopy.bench.plots import plot_lines
+    from faircopy.bench.plots import plot_lengths
 
     rows = _law_rows(plan, wish)
     free, best = ([(row["batch"], row[name]) for row in rows] for name in ("free_k", "best_k"))
-    lines = {"free: n* / b + kappa - 1": [(b, min(k, MOST_K)) for b, k in free], "fastest": best}
+    law = f"free: {plan.law.shared:.0f} / batch + {plan.law.own - 1:.1f}"
     title = f"{_short(plan.setup.target.name)} on {plan.device.name}, {plan.setup.tokens} tokens per sequence"
-    plot_lines(file, title, f"draft tokens per sequence, at most {MOST_K}", lines)
+    fastest = f"fastest, {_short(plan.tried[0].setup.draft.name)}"
+    plot_lengths(file, title, {law: free, fastest: best})
 
 
 def _budget(wish: Wish, device: Device) -> int:
@@ -129,14 +131,15 @@ def _bounds(plan: Plan, wish: Wish) -> str:
 
 
 def _ladder(plan: Plan) -> Table:
-    table = Table(title="What was tried, in this order; the last is chosen. Memory in MiB", title_justify="left")
-    for name in ("rung", "drafter", "k", "levels", "all", "drafts", "per step", "x plain", "fits"):
+    title = "What was tried, in this order; the last is chosen. Memory in MiB"
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for name in ("rung", "drafter", "k", "deep", "all", "drafts", "/step", "x plain", "fits"):
         table.add_column(name, justify="left" if name in ("rung", "drafter", "fits") else "right", no_wrap=True)
     for candidate in plan.tried:
         entry = _entry(candidate, plan)
         table.add_row(
-            entry["rung"], _short(entry["draft"]), str(entry["k"]), str(entry["levels"]), _mib(entry["bytes"]),
-            _mib(entry["speculation_bytes"]), f"{entry['tokens_per_step']:.2f}", f"{entry['times_plain']:.2f}",
+            entry["rung"], _short(entry["draft"]), str(entry["k"]), str(entry["levels"]), _whole(entry["bytes"]),
+            _whole(entry["speculation_bytes"]), f"{entry['tokens_per_step']:.2f}", f"{entry['times_plain']:.2f}",
             "yes" if entry["fits"] else "no",
         )  # fmt: skip
     return table
@@ -189,6 +192,10 @@ def _sources(plan: Plan, wish: Wish) -> str:
     rate = ACCEPTANCE[draft.kind] if wish.acceptance is None else wish.acceptance
     told = "the head's own measured accuracy" if measured else f"{rate:.2f} of the draft tokens, assumed"
     return f"Device: {plan.device.source}. Acceptance: {told}. Times: roofline, no overheads."
+
+
+def _whole(count: int) -> str:
+    return f"{count / 2**20:,.0f}"
 
 
 def _short(name: str) -> str:
