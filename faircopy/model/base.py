@@ -56,6 +56,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     tied: bool  # the output layer shares the embedding
     qk_norm: bool = False
+    experts: int = 0  # numbers of all experts; a CPU keeps them packed and as they were read
 
     @property
     def qkv(self) -> int:

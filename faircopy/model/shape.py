@@ -26,13 +26,14 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
     skeleton = stock_skeleton(config)
     parameters = sum(p.numel() for p in skeleton.parameters())
     embedding = skeleton.get_input_embeddings().weight.numel()
+    experts = sum(p.numel() for name, p in skeleton.named_parameters() if ".experts." in name)
     tied = bool(config.tie_word_embeddings)
     return ModelShape(
         name=name or config.model_type,
         backend="decoder" if fits_decoder(config) else "transformers",
         dtype=dtype,
         parameters=parameters,
-        read=parameters - (0 if tied else embedding) - _idle_experts(config, skeleton),
+        read=parameters - (0 if tied else embedding) - int(experts * _idle_share(config)),
         vocab=config.vocab_size,
         context=context_length(config),
         hidden=config.hidden_size,
@@ -41,6 +42,7 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
         head_dim=head_size(config),
         layers=_layers(config),
         tied=tied,
+        experts=experts,
         qk_norm=any(name.endswith("q_norm.weight") for name, _ in skeleton.named_parameters()),
     )
 
@@ -83,10 +85,8 @@ def _latent_head(config: Any) -> int:
     return (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
 
 
-def _idle_experts(config: Any, skeleton: Any) -> int:
-    """Parameters of the experts that a token is not sent to."""
-    count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0
-    count = count or getattr(config, "num_local_experts", None) or 0
-    used = getattr(config, "num_experts_per_tok", None) or count
-    experts = sum(p.numel() for name, p in skeleton.named_parameters() if ".experts." in name)
-    return experts * (count - used) // count if count else 0
+def _idle_share(config: Any) -> float:
+    """Of the experts, how many a token is not sent to."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    count = next((number for name in names if (number := getattr(config, name, None))), 1)
+    return 1.0 - (getattr(config, "num_experts_per_tok", None) or count) / count

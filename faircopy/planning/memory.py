@@ -104,8 +104,10 @@ def without_drafts(setup: Setup) -> Setup:
 def weight_bytes(shape: ModelShape, device: torch.device) -> int:
     """A model's weights as its decoder keeps them, and its table of rotations."""
     size, table = shape.dtype.itemsize, shape.context * shape.head_dim * shape.dtype.itemsize
-    if shape.backend == "transformers" or device.type != "cpu" or not shape.hidden:
+    if device.type != "cpu" or not shape.hidden:
         return shape.parameters * size + table
+    if shape.backend == "transformers":
+        return (shape.parameters + shape.experts) * size + table
     return shape.parameters * size + table + _packing_bytes(shape)
 
 
@@ -204,8 +206,8 @@ def _pass_graphs(shape: ModelShape, setup: Setup) -> int:
 
 
 def _loading(setup: Setup) -> int:
-    """Beside the target's weights when it is read and tested: what is not packed yet (of stock modules all of it, of our
-    decoder the output layer), or the largest pass of the test with its small cache."""
+    """Beside the target's weights when it is read and tested: what is not packed yet (of stock modules all of it, of
+    our decoder the output layer), or the largest pass of the test with its small cache."""
     target, device = setup.target, setup.device
     stock = target.backend == "transformers"
     unpacked = target.parameters if stock else target.vocab * target.hidden
