@@ -60,9 +60,8 @@ class Roofline:
 
     @property
     def _rate(self) -> float:
-        """Of 16-bit numbers; products of 32-bit ones take twice the time on tensor cores, as TF32 does."""
-        slow = self.device.kind == "cuda" and self.shape.dtype.itemsize == 4
-        return self.device.rate / (2 if slow else 1)
+        """Products of 32-bit numbers take twice the time of 16-bit ones."""
+        return self.device.rate / (2 if self.shape.dtype.itemsize == 4 else 1)
 
     @property
     def _operations(self) -> float:
