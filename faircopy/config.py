@@ -35,7 +35,7 @@ class EngineConfig:
     exact: bool = True
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
-    step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 3 times
+    step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
     planned_tokens: int | None = None  # of each of max_batch sequences, to fit into `memory`; None: one whole context

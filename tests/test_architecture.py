@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
         "rng",
         "config",
         "meter",
+        "pace",
         "text",
         "html",
         "acceptance",

@@ -94,7 +94,8 @@ class PagedLayout:
                 listed.slots += [path[start:upto], path[upto + live.start :]]
             else:
                 listed.pages += self._page_lanes(draft, i, row, upto - start, upto, live)
-                listed.slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
+                before_nodes = [] if not live.start else [self._slots(seq, upto, start)]
+                listed.slots += [*before_nodes, self._slots(seq, end, upto + live.start if live.start else start)]
             before = len(listed.wanted)
             listed.wanted += (row + place for place in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
             listed.ids += seq.tokens[start:upto]
@@ -264,9 +265,12 @@ class PagedLayout:
     def _slots(self, seq: Sequence, end: int, start: int = 0) -> Ints:
         """The slot of each position from start to end."""
         page = self.tables.page
+        if end - start <= 1:
+            table = self.tables.table(seq)
+            return np.array([table[at // page] * page + at % page for at in range(start, end)], np.int64)
         skip = start // page
-        table = np.array(self.tables.table(seq)[skip : self.tables.pages_for(end)], np.int64)
-        return (table[:, None] * page + np.arange(page)).reshape(-1)[start - skip * page : end - skip * page]
+        pages = np.array(self.tables.table(seq)[skip : self.tables.pages_for(end)], np.int64)
+        return (pages[:, None] * page + np.arange(page)).reshape(-1)[start - skip * page : end - skip * page]
 
     def _lanes(
         self, seq: Sequence, draft: Draft, i: int, row: int, start: int, upto: int, live: range, path: Ints

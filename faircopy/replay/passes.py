@@ -23,7 +23,7 @@ from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
-ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # larger passes take the device longer than the host
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 
@@ -52,11 +52,16 @@ class CapturedPasses:
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
 
+    def rehearse(self) -> None:
+        """Make every launch once; for kernels that are compiled ahead."""
+        for rows in self._sizes():
+            _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
+
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
         if not self.times:
             return UNTIMED
-        allowed = 3.0 * min(self.times.values()) if step_ms is None else step_ms / 1e3
+        allowed = 2.5 * min(self.times.values()) if step_ms is None else step_ms / 1e3
         return max((rows for rows, taken in self.times.items() if taken <= allowed), default=min(self.times))
 
     def _sizes(self) -> Iterator[int]:
