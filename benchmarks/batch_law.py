@@ -84,9 +84,8 @@ def main() -> None:
     measured, law = fit(free), roof.law
     for batch, rows in free:
         print(f"batch {batch:3d}  free rows per sequence {rows:6.1f} measured  {law.rows(batch):6.1f} by the roofline")
-    print(
-        f"measured {measured.shared:.1f} / batch + {measured.own:.2f}, roofline {law.shared:.1f} / batch + {law.own:.2f}"
-    )
+    for name, one in (("measured", measured), ("roofline", law)):
+        print(f"{name}: {one.shared:.1f} / batch + {one.own:.2f}")
     if args.plot:
         draw(args.plot, f"{args.shape}, {args.dtype}, {args.context} tokens, {args.device}", args.batches, free, law)
     if args.out:

@@ -155,9 +155,10 @@ def _working(setup: Setup) -> list[Item]:
     """The largest pass, and what choosing tokens needs beyond it: a pass's layers are gone when its logits are read."""
     rows = setup.rows + (setup.chunk if setup.tokens > 1 else 0)
     layers = max(_pass(setup.target, setup, rows), _draft_pass(setup))
-    vocab = setup.target.vocab
-    choosing = logits_bytes(setup.target, setup.rows) + choice_bytes(setup.rows, vocab, setup.sampled)
-    choosing = max(choosing, _draft_choices(setup)) + (4 * setup.rows * vocab if setup.rejection else 0)
+    vocab, dtype = setup.target.vocab, setup.target.dtype
+    choosing = logits_bytes(setup.target, setup.rows) + choice_bytes(setup.rows, vocab, dtype, setup.sampled)
+    drawn_from = 12 * setup.rows * vocab if setup.rejection else 0  # by the draft, and by the target in float64
+    choosing = max(choosing, _draft_choices(setup)) + drawn_from
     states = setup.draft.inputs * setup.target.dtype.itemsize * rows * 2
     return [
         Item("activations", layers, f"the largest pass, {rows} rows"),
