@@ -211,15 +211,15 @@ def ways(accuracy: list[list[float]]) -> Iterator[Way]:
 
 
 def measure(bench: Bench, way: Way, plain: Way, repeats: int) -> dict[str, Any]:
-    """Rates in turns with plain decoding, whose median is taken for the ratio."""
-    rates, base = [], []
+    """Rates in turns with plain decoding: the ratio is the median of those of neighbours in time."""
+    rates, ratios = [], []
     for _ in range(repeats):
         engine = bench.engine(way)
         rate, texts = bench.write(engine)
         reference, expected = bench.write(bench.engine(plain))
         assert texts == expected, f"{way.name}: other texts than plain decoding"
         rates.append(rate)
-        base.append(reference)
+        ratios.append(rate / reference)
     meter, head = engine.meter, bench.head(way.heads)
     return {
         "name": way.name, "heads": way.heads, "nodes": len(way.tree), "leaves": way.leaves, "levels": way.levels,
@@ -227,7 +227,7 @@ def measure(bench: Bench, way: Way, plain: Way, repeats: int) -> dict[str, Any]:
         "buffer_bytes": buffer_bytes(way.heads, way.leaves, way.levels, bench.target.vocab, 4) if way.published else 0,
         "live_bytes": live_bytes(bench.engine(way), bench.prompts[0]),
         "head_bytes": sum(p.nbytes for p in head.parameters()),
-        "tokens_per_second": median(rates), "times_plain": median(rates) / median(base),
+        "tokens_per_second": median(rates), "times_plain": median(ratios),
         "tokens_per_step": meter.emitted / max(1, meter.sequence_steps),
     }  # fmt: skip
 
