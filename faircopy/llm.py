@@ -86,6 +86,8 @@ class LLM:
         self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
         if isinstance(target, str):
             tell(memory_line(self.model, self._memory()))
+        if self._plan is not None:
+            tell(self._plan.reason)
 
     @property
     def tokenizer(self) -> Any | None:

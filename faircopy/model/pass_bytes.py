@@ -23,6 +23,11 @@ def activation_bytes(shape: ModelShape, rows: int, device: torch.device) -> int:
     return _fused(shape, rows) if device.type == "cuda" else rows * _eager(shape)
 
 
+def head_layer_bytes(target: ModelShape, inputs: int, rows: int) -> int:
+    """Of a draft head that reads this many numbers per row with a decoder layer of its own, as wide as the target's."""
+    return rows * target.dtype.itemsize * (inputs + _stock_numbers(target))
+
+
 def logits_bytes(shape: ModelShape, rows: int) -> int:
     """The logits of this many rows, and the states they are made from."""
     return rows * (shape.vocab + 2 * shape.hidden) * shape.dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 from faircopy.kernels.cpu.product import packed_bytes
 from faircopy.layout.base import kv_bytes
 from faircopy.model.base import ModelShape
-from faircopy.model.pass_bytes import activation_bytes, logits_bytes, partial_attention_bytes
+from faircopy.model.pass_bytes import activation_bytes, head_layer_bytes, logits_bytes, partial_attention_bytes
 from faircopy.planning.drafts import DraftShape
 from faircopy.sampling import choice_bytes
 
@@ -160,11 +160,12 @@ def _working(setup: Setup) -> list[Item]:
     drawn_from = 12 * setup.rows * vocab if setup.rejection else 0  # by the draft, and by the target in float64
     choosing = max(choosing, _draft_choices(setup)) + drawn_from
     states = setup.draft.inputs * setup.target.dtype.itemsize * rows * 2
+    gaps = HEAP if setup.device.type == "cpu" else 0
     return [
         Item("activations", layers, f"the largest pass, {rows} rows"),
-        Item("logits and sampling", max(0, choosing - layers), f"{setup.rows} rows, beyond the activations"),
+        Item("logits and sampling", max(0, choosing - layers - gaps), f"{setup.rows} rows, beyond what passes leave"),
         Item("hidden states", states, "kept until the head has read them"),
-        Item("allocator", layers + HEAP if setup.device.type == "cpu" else 0, "freed blocks that the C library keeps"),
+        Item("allocator", layers + gaps if gaps else 0, "freed blocks that the C library keeps"),
     ]
 
 
@@ -176,8 +177,10 @@ def _pass(shape: ModelShape, setup: Setup, rows: int) -> int:
 
 
 def _draft_pass(setup: Setup) -> int:
-    shape = setup.draft.model
-    return 0 if shape is None else _pass(shape, setup, setup.chunk + 2 * setup.batch)
+    draft, rows = setup.draft, setup.chunk + 2 * setup.batch
+    if draft.model is not None:
+        return _pass(draft.model, setup, rows)
+    return head_layer_bytes(setup.target, draft.inputs, rows) if draft.layers else 0
 
 
 def _draft_choices(setup: Setup) -> int:
