@@ -20,7 +20,7 @@ from faircopy.planning.drafts import DraftShape
 from faircopy.sampling import choice_bytes
 
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
-GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
 TRIAL_ROWS = 700  # rows of the largest pass of the test at load
