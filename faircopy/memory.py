@@ -22,6 +22,9 @@ PAGE_TOKENS = 32  # of the small cache for the trial pass
 
 def page_count(models: Seq[Model | Head], config: EngineConfig, max_tokens: int) -> int:
     """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
+    if config.memory is not None:
+        problem = "a limit for everything is shared out before models are loaded, by LLM"
+        raise ConfigError("memory", config.memory, problem, "limit keys and values with cache_memory=")
     page_bytes = config.page * sum(map(kv_bytes_per_token, models))
     device = models[0].device
     measured = config.cache_memory is None and device.type == "cuda"

@@ -44,6 +44,7 @@ from faircopy.planning.memory import (
 )
 from faircopy.planning.plan import estimate, make_plan, roofline, smallest
 from faircopy.planning.roofline import BatchLaw, Roofline, best_k, fit
+from faircopy.testing import TableModel
 from faircopy.types import Batch, Draft, Request, Sequence
 from tests.helpers import CPU, load
 from tests.test_cli import run as run_command
@@ -359,6 +360,11 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
         EngineConfig(**options)
 
 
+def test_an_engine_without_an_llm_takes_no_limit_for_everything() -> None:
+    with pytest.raises(ConfigError, match="memory = '1MiB': a limit for everything is shared out .* cache_memory="):
+        build_engine(TableModel(), config=EngineConfig(memory="1MiB"))
+
+
 def test_an_impossible_limit_names_the_smallest_that_works() -> None:
     with pytest.raises(ConfigError, match="pass at least") as refused:
         LLM(bundled.target(), memory="20MiB", dtype="float32", device="cpu", max_batch=2)
@@ -391,11 +397,14 @@ print(peak.grown, turns, llm.metrics()["preemptions"], llm.explain()["memory_pla
 
 
 def test_a_dialogue_stays_within_the_limit_to_its_last_turn() -> None:
-    """Anonymous memory of a process of its own, looked at every millisecond."""
-    limit = 112 << 20
+    """Anonymous memory of a process of its own, looked at every millisecond; the limit is the least that holds it all."""
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "threads": 1, "k": 4}
+    config = EngineConfig(memory="1GiB", planned_tokens=500, **options)
+    limit = fit_into_memory(bundled.target(), bundled.draft(), config)[2].chosen.bytes
     command = [sys.executable, "-c", CHAT.replace("LIMIT", str(limit))]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "FAIRCOPY_CACHE": ""}, check=True)
-    grown, turns, preemptions, *_ = done.stdout.split()
+    grown, turns, preemptions, *why = done.stdout.split()
+    assert " ".join(why).startswith("4 draft tokens by draft: as asked for")
     assert int(grown) <= limit
     assert int(turns) > 10 and float(preemptions) == 0, "the whole dialogue was planned for"
 

@@ -49,7 +49,8 @@ def plot_lengths(file: Path, title: str, lines: dict[str, list[tuple[int, float]
     axes.set_yscale("symlog", linthresh=1)
     axes.set_xticks(batches, batches)
     axes.minorticks_off()
-    ticks = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    most = max(length for points in lines.values() for _, length in points)
+    ticks = [0, *(2**n for n in range(12) if 2 ** (n - 1) < most)]
     axes.set_yticks(ticks, ticks)
     _finish(file, title, figure, axes)
 
