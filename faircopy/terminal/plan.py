@@ -132,9 +132,9 @@ def _bounds(plan: Plan, wish: Wish) -> str:
 
 def _ladder(plan: Plan) -> Table:
     title = "What was tried, in this order; the last is chosen. Memory in MiB"
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for name in ("rung", "drafter", "k", "deep", "all", "drafts", "/step", "x plain", "fits"):
-        table.add_column(name, justify="left" if name in ("rung", "drafter", "fits") else "right", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
+    for name in ("rung", "drafter", "k", "levels", "all", "drafts", "per step", "x plain", "fits"):
+        table.add_column(name, justify="left" if name in ("rung", "drafter", "fits") else "right")
     for candidate in plan.tried:
         entry = _entry(candidate, plan)
         table.add_row(
