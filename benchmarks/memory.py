@@ -59,6 +59,7 @@ SHAPES: dict[str, Shape] = {
     "45M": shape(512, 8, 16384, tied=True),
     "110M": shape(768, 12, 32000),
     "vocab100k": shape(384, 6, 100352, tied=True, kv=2),
+    "150M": shape(896, 14, 50000, kv=2),
     "0.6B": QWEN3_600M,
     "8B, 8 layers": {**QWEN3_8B, "num_hidden_layers": 8},
     "8B": QWEN3_8B,
@@ -89,6 +90,11 @@ CPU = (
     Case("110M", "bfloat16", "eagle3", 8, 8),
     Case("vocab100k", "float32", "ngram", 4, 32, 48, 96),
     Case("110M", "bfloat16", batch=8, prompt=900, tokens=1024),
+    # Of a shape that the memory model was not adjusted with.
+    Case("150M", "float32", "45M", 6, 12, 64, 160),
+    Case("150M", "bfloat16", "clover2", 5, 10, 160, 224),
+    Case("150M", "bfloat16", "ngram", 3, 24, 100, 192),
+    Case("150M", "float32", "eagle3", 6, 3, 300, 416),
 )
 GPU = (
     Case("0.6B", "bfloat16", batch=1),
