@@ -14,7 +14,7 @@ from faircopy.model.shape import shape_of_checkpoint, shape_of_model
 from faircopy.planning.devices import named_device
 from faircopy.planning.drafts import shape_of_draft
 from faircopy.planning.ladder import NONE, Speed
-from faircopy.planning.memory import Setup
+from faircopy.planning.memory import MARGIN, Setup
 from faircopy.planning.plan import Plan, make_plan, with_all_pages
 from faircopy.types import SamplingParams
 
@@ -74,6 +74,7 @@ def _setup(shape: ModelShape, config: EngineConfig) -> Setup:
         chunk=config.chunk_on(device),
         rejection=config.verifier == "rejection",
         graphs=config.graphs,
+        margin=MARGIN,
         pages=None if config.planned_tokens else whole,
     )
 

@@ -23,6 +23,7 @@ from faircopy.sampling import choice_bytes
 GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
+MARGIN = 0.05  # of a limit: measured peaks were up to 4 % above the predicted ones (docs/planner.md)
 TRIAL_ROWS = 700  # rows of the largest pass of the test at load
 
 
@@ -50,6 +51,7 @@ class Setup:
     sampled: bool = True  # whether requests may sample with filters and penalties; else all are greedy
     rejection: bool = False  # whether the verifier wants what every draft token was drawn from
     graphs: bool = True
+    margin: float = 0.0  # share of everything that is added: what a prediction may be wrong by
     pages: int | None = None  # of the pool; None: as many as the batch's tokens need
 
     @property
@@ -83,6 +85,7 @@ def memory_items(setup: Setup) -> list[Item]:
     loading = _loading(setup) - sum(item.bytes for item in items[1:])
     if loading > 0:
         items.append(Item("loading", loading, "beside the weights while they are read and tested, more than later"))
+    items.append(Item("margin", int(setup.margin * total(items)), f"{setup.margin:.0%}, for errors of this table"))
     return [item for item in items if item.bytes]
 
 

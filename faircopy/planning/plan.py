@@ -100,9 +100,9 @@ def _crowds(setup: Setup, budget: int) -> bool:
 
 def with_all_pages(setup: Setup, budget: int, most: int) -> Setup:
     """As many pages as the budget holds, up to the most that could be used."""
-    page = sum(setup.page_bytes())
+    page = int(sum(setup.page_bytes()) * (1.0 + setup.margin)) + 1
     spare = budget - total(memory_items(setup))
-    return replace(setup, pages=min(most, setup.pool_pages + max(0, spare) // max(1, page)))
+    return replace(setup, pages=min(most, setup.pool_pages + max(0, spare) // page))
 
 
 def roofline(setup: Setup, device: Device) -> Roofline:

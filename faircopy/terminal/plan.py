@@ -16,7 +16,7 @@ from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
 from faircopy.planning.drafts import ACCEPTANCE, NO_DRAFT, DraftShape, shape_of_draft
 from faircopy.planning.ladder import Candidate
-from faircopy.planning.memory import Setup
+from faircopy.planning.memory import MARGIN, Setup
 from faircopy.planning.plan import Plan, estimate, make_plan
 from faircopy.planning.roofline import best_k
 
@@ -55,6 +55,7 @@ def plan_for(wish: Wish) -> Plan:
         tokens=min(wish.turns * wish.turn_tokens, shape.context),
         device=place,
         chunk=EngineConfig(device="cpu").chunk_on(place),
+        margin=MARGIN,
     )
     budget = _budget(wish, device)
     return make_plan(base, drafts, wish.k, budget, device, lambda s: estimate(s, device, wish.acceptance), wish.memory)
