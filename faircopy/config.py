@@ -14,6 +14,7 @@ from faircopy.errors import ConfigError
 
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
+QUALITIES = ("both", "explicit", "implicit", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, other processes
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -28,6 +29,7 @@ class EngineConfig:
 
     k: int = 4  # draft tokens per step and sequence, at most if `auto`
     auto: bool = False  # each draft length is chosen by measured acceptance and cost
+    quality: str = "both"  # what sets a sequence's own draft length if `auto`: explicit, implicit, both or off
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -64,6 +66,7 @@ class EngineConfig:
             raise ConfigError("step_ms", self.step_ms, "not above 0", "give milliseconds, or None")
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
+        self._one_of("quality", QUALITIES)
         self._one_of("dtype", ("auto", *DTYPES))
         for name in (
             "auto",

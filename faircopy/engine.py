@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, NoLength
 from faircopy.drafters.base import Drafter, permitted
 from faircopy.layout.base import Layout
@@ -52,7 +53,7 @@ class Engine:
         self._next_id = 0
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
 
-    def warm_up(self, k: int) -> None:
+    def warm_up(self) -> None:
         """On a GPU, compile all kernels and capture all graphs now, so that no request waits for one."""
         made = [passes for passes in (self.target.passes, self.drafter.passes) if passes is not None]
         if made and self.target.model.device.type == "cuda":
@@ -62,11 +63,21 @@ class Engine:
                 for passes in made:
                     passes.rehearse()
                 if self.captured is not None:
-                    self.captured.rehearse(k)
+                    self.captured.rehearse(self.draft_lengths.lengths)
         for passes in made:
             passes.warm()
         if self.captured is not None:
-            self.captured.warm(k)
+            self.captured.warm(self.draft_lengths.lengths)
+        if made:
+            self.draft_lengths.use(self._costs())
+
+    def _costs(self) -> CostTable:
+        """What passes and steps took when they were warmed."""
+        target, draft = (
+            Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
+            for passes in (self.target.passes, self.drafter.passes)
+        )
+        return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
 
     @property
     def busy(self) -> bool:
@@ -134,11 +145,14 @@ class Engine:
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
+        if plan.before_capture:
+            self.drafter.settle(batch)
         decoding = all(fed == 1 for fed in result.packed.fed)
         self._pace.stop()
         seconds = time.perf_counter() - begin
         step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
-        self.draft_lengths.observe(step, seconds if decoding else None)
+        # where steps are captured, the time of an eager one says nothing of them
+        self.draft_lengths.observe(step, seconds if decoding and self.captured is None else None)
         return self._commit(step)
 
     def _captured_step(self, plan: StepPlan) -> list[Output]:

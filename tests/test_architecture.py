@@ -21,6 +21,7 @@ LEVELS: list[set[str]] = [
         "config",
         "meter",
         "pace",
+        "costs",
         "text",
         "html",
         "acceptance",

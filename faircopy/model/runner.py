@@ -31,6 +31,8 @@ class Result:
 class Passes(Protocol):
     """Runs packed passes in a way of its own, see replay.passes."""
 
+    times: dict[int, float]  # rows -> seconds, of the sizes that were warmed
+
     def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
         """The packed rows, the logits of the wanted ones and the hidden states of all."""
 

@@ -1,0 +1,276 @@
+"""k="auto" against every fixed k and against plain decoding: tokens a second over batches, drafters and qualities.
+
+python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
+    [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
+    [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
+
+A queue of prompts `--queue` times the batch is written, and ended texts are replaced. On a GPU clocks are the wall's,
+elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
+plain decoding wrote, and wrong tokens from the middle of each text on. "head" is the bundled Clover head; for the
+widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
+
+--costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
+"own": measured on this machine for the bundled pair), with 3 % of noise: real drafts and texts, the chooser's decisions
+and their outcome on that device, on any machine and however busy it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import TINY, Session, say, synchronize
+from benchmarks.heads_wide import WidenedHead, wide_head
+from faircopy import LLM, SamplingParams, bundled
+from faircopy.bench.record import collect
+from faircopy.bench.shapes import QWEN3
+from faircopy.build import cost_table, load_target
+from faircopy.costs import CostTable, Curve
+from faircopy.drafters.base import Drafter, chains
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.trees import Tree
+from faircopy.engine import Engine
+from faircopy.model.loader import load_model
+from faircopy.planner import LADDER
+from faircopy.types import Batch, Draft, FinishedStep, Sequence
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
+
+Texts = list[list[int]]
+
+
+class Useless(Drafter):
+    """Tokens that the target does not choose: the last token again and again."""
+
+    def propose(self, batch: Batch) -> Draft:
+        return chains(batch, lambda seq, max_nodes: [(seq.tokens[-1] + 1) % 100 + 3] * max_nodes)
+
+
+class Turns(Drafter):
+    """What plain decoding wrote, and from the middle of each text on what is never right."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        self._known = known
+
+    def propose(self, batch: Batch) -> Draft:
+        return chains(batch, self._chain)
+
+    def _chain(self, seq: Sequence, max_nodes: int) -> list[int]:
+        text, done = self._known.get(tuple(seq.prompt), []), len(seq.output)
+        right = text[done : done + max_nodes]
+        return right if 2 * done < len(text) else [(token + 1) % 100 + 3 for token in right]
+
+
+class TableClock:
+    """Gives every step the time that a table says, and adds them up."""
+
+    def __init__(self, engine: Engine, table: CostTable) -> None:
+        self._source, self.seconds = random.Random(0), 0.0
+        lengths, self._table = engine.draft_lengths, table
+        told = type(lengths).observe
+
+        def observe(step: FinishedStep, seconds: float | None) -> None:
+            taken = self._time(step, seconds)
+            self.seconds += taken
+            told(lengths, step, None if seconds is None else taken)
+
+        lengths.observe = observe  # type: ignore[method-assign]
+
+    def _time(self, step: FinishedStep, seconds: float | None) -> float:
+        batch, k = len(step.batch), max(map(len, step.draft.tokens), default=0)
+        rows = step.rows - step.padding
+        table = captured(self._table, (k,)) if k in LADDER else self._table
+        found = table.step(batch, k, rows) if seconds is not None else self._table.target(rows)
+        return found * (1.0 + 0.03 * self._source.gauss(0.0, 1.0))
+
+
+def captured(table: CostTable, lengths: Iterable[int]) -> CostTable:
+    """The same table with captured steps of these lengths, if its passes are captured."""
+    if not table.target.stepped:
+        return table
+    return replace(table, steps={(size, k): table.step(size, k) for size in BUCKETS for k in {0, *lengths}})
+
+
+def read_costs(name: str, llm: LLM) -> CostTable:
+    if name != "own":
+        return CostTable.of_json(json.loads(Path(name).read_text())["rows"][0])
+    target, small = load_target(bundled.target(), llm.config), load_target(bundled.draft(), llm.config)
+    table = cost_table(target, small, llm.config)
+    assert table is not None, "a CPU's costs are measured"
+    return table
+
+
+class Trial:
+    """One pair of models, its prompts, and the clock."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._session = args, Session(args)
+        self.cuda = torch.cuda.is_available()
+        self._wide: Any = None
+        self._table: CostTable | None = None
+        self.plain: dict[tuple[int, ...], list[int]] = {}
+
+    @property
+    def late(self) -> bool:
+        return self._session.late
+
+    def prompts(self, count: int) -> list[list[int]]:
+        return self._session.prompts(count)
+
+    def llm(self, drafter: str | None, k: int | str, **options: Any) -> LLM:
+        pair = self._args.pair
+        draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
+        options |= {"k": k, "max_batch": max(self._args.batches)}
+        if pair == "widened":
+            target, small = self._session.widened()
+            own = {"model": small, "head": self._head(target) if draft == "head" else None}.get(str(draft), draft)
+            made = LLM(target, own, tokenizer=self._session.tokenizer, **options)
+        elif pair == "bundled":
+            made = self._session.llm(pair, "clover" if draft == "head" else draft, **options)
+        else:
+            made = LLM(pair, draft, **options)
+        if self.cuda:
+            made.warm_up()
+        if self._args.costs:
+            table = read_costs(self._args.costs, made)
+            self._table = table if drafter == "model" else replace(table, draft=Curve())
+            if k == "auto":
+                made.engine.draft_lengths.use(captured(self._table, made.engine.draft_lengths.lengths))
+        return made
+
+    def _head(self, target: Any) -> Any:
+        """The bundled head's guesses at the cost of a wide one, as chains."""
+        if self._wide is None:
+            source = load_model(bundled.target(), target.dtype, target.device)
+            small = load_head(bundled.named("clover"), source).to(target.dtype)
+            shape = TINY if self._args.small else QWEN3["qwen3-8b"]
+            self._wide = WidenedHead(small, wide_head(small, shape, target)).bind(target.token_weights())
+            self._wide.tree = Tree
+        return self._wide
+
+    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Texts]:
+        """Tokens a second with `batch` texts at a time, and the texts."""
+        requests = [llm.request(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
+        engine, seqs, live = llm.engine, [], 0
+        clock = TableClock(engine, self._table) if self._table is not None else None
+        synchronize()
+        begin = self._now()
+        while len(seqs) < len(requests) or engine.busy:
+            while live < batch and len(seqs) < len(requests):
+                seqs.append(engine.add(requests[len(seqs)]))
+                live += 1
+            live -= sum(output.finished is not None for output in engine.step())
+        synchronize()
+        found = [seq.output for seq in seqs]
+        taken = self._now() - begin if clock is None else clock.seconds
+        return sum(map(len, found)) / taken, found
+
+    def _now(self) -> float:
+        return time.perf_counter() if self.cuda else time.process_time()
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    trial = Trial(args)
+    queues = {batch: queue(args, trial, batch) for batch in args.batches}
+    plain: dict[int, tuple[float, Texts]] = {}
+    for drafter, k, options in ways(args):
+        if trial.late:
+            return
+        llm = trial.llm(drafter, k, **options)
+        for batch, (prompts, wanted) in queues.items():
+            before = llm.metrics()
+            rate, found = trial.rate(llm, prompts, wanted, batch)
+            if drafter is None:
+                plain[batch] = rate, found
+                trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
+            base, texts = plain[batch]
+            steps = llm.metrics()["sequence_steps"] - before["sequence_steps"]
+            yield {
+                "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
+                "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
+                "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
+                "why": llm.explain()["draft_length"],
+            }  # fmt: skip
+        del llm
+
+
+def queue(args: argparse.Namespace, trial: Trial, batch: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    count = max(args.queue * batch, 4)
+    wanted = [
+        SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=n, ignore_eos=True)
+        for n in range(count)
+    ]
+    return trial.prompts(count), wanted
+
+
+def ways(args: argparse.Namespace) -> Iterator[tuple[str | None, int | str, dict[str, str]]]:
+    """Plain decoding first; then each drafter with every fixed k, and with auto."""
+    yield None, 0, {}
+    for drafter in args.drafters:
+        yield from ((drafter, k, {}) for k in args.fixed)
+        yield from ((drafter, "auto", {"quality": quality}) for quality in args.qualities)
+
+
+def plot(found: list[dict[str, Any]], file: str) -> None:
+    """Times plain over the batch: every fixed k, and auto."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drafters = list(dict.fromkeys(row["drafter"] for row in found if row["drafter"] != "none"))
+    figure, axes = pyplot.subplots(1, len(drafters), figsize=(4.2 * len(drafters), 3.6), squeeze=False, sharey=True)
+    for axis, drafter in zip(axes[0], drafters, strict=True):
+        mine = [row for row in found if row["drafter"] == drafter]
+        for name in dict.fromkeys((row["k"], row.get("quality")) for row in mine):
+            line = [row for row in mine if (row["k"], row.get("quality")) == name]
+            auto = name[0] == "auto"
+            axis.plot(
+                [row["batch"] for row in line], [row["times_plain"] for row in line], "o-" if auto else ".--",
+                label=f"auto, {name[1]}" if auto else f"k {name[0]}", linewidth=2 if auto else 1,
+            )  # fmt: skip
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(title=f"drafter: {drafter}", xlabel="batch", xscale="log")
+        axis.set_xticks(sorted({row["batch"] for row in mine}), labels=sorted({row["batch"] for row in mine}))
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("tokens a second, times plain")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="/dev/null")
+    parser.add_argument("--pair", default="bundled")
+    parser.add_argument("--drafters", nargs="+", default=["model", "ngram"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--fixed", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--qualities", nargs="*", default=["both"])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--queue", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--plot")
+    parser.add_argument("--costs", help="a cost table's file, or own")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    found = []
+    for row in collect(args.out, vars(args), rows(args)):
+        say(row)
+        found.append(row)
+    if args.plot:
+        plot(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()
