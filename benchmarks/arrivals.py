@@ -75,7 +75,7 @@ def rows(args: argparse.Namespace) -> Any:
     ]
     for drafter, k in ((None, 0), ("model", args.k)):
         memory = "16MiB" if args.small else "24GiB"
-        llm = session.llm("widened", drafter, k=k, max_batch=args.batch, memory=memory, prefix_reuse=False)
+        llm = session.llm("widened", drafter, k=k, max_batch=args.batch, cache_memory=memory, prefix_reuse=False)
         begin = time.perf_counter()
         llm.warm_up()
         warm = time.perf_counter() - begin

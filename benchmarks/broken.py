@@ -108,7 +108,7 @@ def write(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[in
 
 def compare(target: Model, draft: Model, prompts: list[list[int]], batch: int, tokens: int, k: int) -> list[Outcome]:
     """Every design against plain decoding."""
-    plain = write(build_engine(target, config=EngineConfig(memory="256MiB")), prompts, tokens)
+    plain = write(build_engine(target, config=EngineConfig(cache_memory="256MiB")), prompts, tokens)
     outcomes = []
     for name, layout in DESIGNS.items():
         texts = write(engine_of(layout, target, draft, batch, k), prompts, tokens)
@@ -125,8 +125,8 @@ def _agreement(text: list[int], plain: list[int]) -> int:
 
 def main(count: int = 16, tokens: int = 48) -> None:
     torch.set_num_threads(1)
-    llm = LLM(bundled.target(), dtype="float32", device="cpu", memory="64MiB")
-    draft = LLM(bundled.draft(), dtype="float32", device="cpu", memory="64MiB").model
+    llm = LLM(bundled.target(), dtype="float32", device="cpu", cache_memory="64MiB")
+    draft = LLM(bundled.draft(), dtype="float32", device="cpu", cache_memory="64MiB").model
     prompts = [llm.encode(prompt) for prompt in bundled.prompts()[:count]]
     for batch in (1, 4):
         for outcome in compare(llm.model, draft, prompts, batch, tokens, k=4):

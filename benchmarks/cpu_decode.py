@@ -76,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as short:
         model.save_pretrained(whole)
         shorten(model, 2).save_pretrained(short)
-        options = {"dtype": "float32", "memory": "1GiB", "prefix_reuse": False}
+        options = {"dtype": "float32", "cache_memory": "1GiB", "prefix_reuse": False}
         accepted: dict[str, float] = {}
         systems: dict[str, Callable[[list[list[int]], int], list[list[int]]]] = {
             "generate()": lambda p, n: generate(model, p, n),

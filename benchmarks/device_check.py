@@ -19,7 +19,7 @@ from faircopy.model.loader import load_eos, load_tokenizer
 
 def same_texts(device: str, dtype: str, prompts: list[str], tokens: int) -> list[dict[str, Any]]:
     """Plain decoding one at a time against a draft model in a batch and n-grams over chunked prompts."""
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "memory": "2GiB"}
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "cache_memory": "2GiB"}
     alone = LLM(bundled.target(), max_batch=1, **options)
     drafted = LLM(bundled.target(), draft=bundled.draft(), k=4, **options)
     looked_up = LLM(bundled.target(), draft="ngram", k=6, max_batch=5, chunk=16, **options)
@@ -36,7 +36,7 @@ def same_texts(device: str, dtype: str, prompts: list[str], tokens: int) -> list
 def widened(device: str, dtype: str, prompts: list[str], tokens: int) -> dict[str, Any]:
     """The pair at the shapes of Qwen3-8B and 0.6B against the small float32 pair, without the promise (for speed)."""
     params = SamplingParams(max_tokens=tokens)
-    options: dict[str, Any] = {"device": device, "memory": "8GiB", "exact": False, "k": 4}
+    options: dict[str, Any] = {"device": device, "cache_memory": "8GiB", "exact": False, "k": 4}
     small = LLM(bundled.target(), draft=bundled.draft(), dtype="float32", **options)
     kind = getattr(torch, dtype)
     target: Any = widened_model(bundled.target(), QWEN3["qwen3-8b"], dtype=kind, device=device, exact=False)

@@ -102,14 +102,14 @@ def fingerprints(folder: Path) -> Iterator[Row]:
     for method in HEADS:
         yield from of_head(method, saved["llama"], folder)
     yield from of_strategies(saved["llama"])
-    yield run("llama rejection model", LLM(saved["llama"], saved["llama"], verifier="rejection", memory="8MiB"))
+    yield run("llama rejection model", LLM(saved["llama"], saved["llama"], verifier="rejection", cache_memory="8MiB"))
     yield from of_bundled()
     yield from of_captured(saved["llama"], folder)
 
 
 def of_model(name: str, path: str, dtype: str) -> Iterator[Row]:
     """Plain, looked up in chunks, and drafted by itself."""
-    options: dict[str, Any] = {"dtype": dtype, "memory": "8MiB"}
+    options: dict[str, Any] = {"dtype": dtype, "cache_memory": "8MiB"}
     about = f"{name} {dtype}"
     llm = LLM(path, **options)
     yield {"case": f"{about} logits", "logits": digest(cacheless(llm.model)(prompts()[2]))}
@@ -121,13 +121,13 @@ def of_model(name: str, path: str, dtype: str) -> Iterator[Row]:
 def of_head(method: str, path: str, folder: Path) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         for k in (3, 12):
-            llm = LLM(path, saved_head(method, path, folder), k=k, dtype=dtype, memory="8MiB")
+            llm = LLM(path, saved_head(method, path, folder), k=k, dtype=dtype, cache_memory="8MiB")
             yield run(f"llama {dtype} {method} k={k}", llm)
 
 
 def of_strategies(path: str) -> Iterator[Row]:
     for strategy in STRATEGIES:
-        options: dict[str, Any] = {"strategy": strategy, "max_batch": 3, "memory": "8MiB"}
+        options: dict[str, Any] = {"strategy": strategy, "max_batch": 3, "cache_memory": "8MiB"}
         yield run(f"llama {strategy} model", LLM(path, path, k=3, **options))
         yield run(f"llama {strategy} ngram", LLM(path, "ngram", k=3, **options))
 
@@ -136,7 +136,7 @@ def of_bundled() -> Iterator[Row]:
     texts = bundled.prompts()[:4]
     for dtype in ("float32", "bfloat16"):
         for draft in (None, "ngram", bundled.draft(), bundled.named("clover")):
-            llm = LLM(bundled.target(), draft, k=4, dtype=dtype, memory="64MiB")
+            llm = LLM(bundled.target(), draft, k=4, dtype=dtype, cache_memory="64MiB")
             yield run(f"bundled {dtype} {Path(draft).name if draft else 'plain'}", llm, texts)
 
 
@@ -155,7 +155,7 @@ def of_captured(path: str, folder: Path) -> Iterator[Row]:
 
 
 def captured(case: str, target: Any, drafter: Any, draft: Any, k: int) -> Row:
-    config = EngineConfig(k=k, max_batch=3, memory="4MiB")
+    config = EngineConfig(k=k, max_batch=3, cache_memory="4MiB")
     engine = build_engine(target, drafter, draft=draft, config=config, suite=TWINS)
     plain = [SamplingParams(max_tokens=12, temperature=t) for t in (0.0, 0.8)]
     seqs = [engine.add(Request(tuple(p), plain[n % 2], seed=n)) for n, p in enumerate(prompts())]
@@ -219,7 +219,7 @@ def saved_zoo(folder: Path, name: str) -> str:
 def saved_head(method: str, path: str, folder: Path) -> str:
     where = folder / f"head-{method}"
     if not where.exists():
-        save_head(shaken(new_head(method, path, LLM(path, memory="1MiB").model.token_weights())), where)
+        save_head(shaken(new_head(method, path, LLM(path, cache_memory="1MiB").model.token_weights())), where)
     return str(where)
 
 

@@ -161,9 +161,12 @@ def ways(which: str) -> list[Way]:
     """Drafter, k, options, and the share of the prompts that is run."""
     squeezed = {"bundled": "12MiB", "widened": "1000MiB", "transformers": "12MiB"}[which]
     if which == "transformers":
-        return [("model", 3, {"max_batch": 32}, 1), ("ngram", 4, {"max_batch": 16, "memory": squeezed, "chunk": 96}, 1)]
+        return [
+            ("model", 3, {"max_batch": 32}, 1),
+            ("ngram", 4, {"max_batch": 16, "cache_memory": squeezed, "chunk": 96}, 1),
+        ]
     auto: Way = ("model", "auto", {"max_batch": 64}, 2)
-    squeeze: Way = ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 2)
+    squeeze: Way = ("model", 3, {"max_batch": 64, "cache_memory": squeezed, "chunk": 96}, 2)
     some: list[Way] = [
         ("model", 5, {"max_batch": 64}, 1),
         ("model", 2, {"max_batch": 32}, 2),
@@ -204,7 +207,7 @@ def speed(session: Session) -> Rows:
         for drafter, k in ((None, 0), ("model", 4 if batch <= 8 else 3), *((("ngram", 3),) if batch == 8 else ())):
             if session.late:
                 return
-            llm = session.llm("widened", drafter, k=k, max_batch=batch, memory="16MiB" if small else "24GiB")
+            llm = session.llm("widened", drafter, k=k, max_batch=batch, cache_memory="16MiB" if small else "24GiB")
             llm.warm_up()
             texts(llm, prompts, params(batch, 24, 0.0))
             clock = Gaps(llm)
@@ -235,7 +238,7 @@ def sampling(session: Session) -> Rows:
     for batch in (1, 2) if small else (8, 64, 32, 1):
         prompts = [(prompt * 20)[:length] for prompt in session.prompts(batch)]
         for drafter, k in ((None, 0), ("model", 4)):
-            llm = session.llm("widened", drafter, k=k, max_batch=batch, memory="16MiB" if small else "24GiB")
+            llm = session.llm("widened", drafter, k=k, max_batch=batch, cache_memory="16MiB" if small else "24GiB")
             texts(llm, prompts, params(batch, 4, 0.0))
             for name, options in KINDS.items():
                 if session.late:

@@ -242,7 +242,7 @@ def engine_for(bench: Bench, variant: str | None, k: int, batch: int, tree: str 
     if isinstance(draft, Head):
         kinds: dict[str, Any] = {"own": type(draft).tree.__get__(draft), "chain": Tree, "same": same_tree}
         draft.tree = kinds[tree]  # type: ignore[method-assign]
-    options = {"memory": bench.args.memory, "device": str(bench.device)}
+    options = {"cache_memory": bench.args.memory, "device": str(bench.device)}
     config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
     return build_engine(bench.model(), draft=draft, config=config)
 

@@ -127,7 +127,7 @@ def measure(
         if time.time() > args.deadline:
             return
         tidy(target.device)
-        options = {"memory": args.memory, "device": args.device, "exact": args.exact}
+        options = {"cache_memory": args.memory, "device": args.device, "exact": args.exact}
         config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
         engine = build_engine(target, draft=draft, config=config)
         done = timed(engine, cycle(prompts, batch), args.new)

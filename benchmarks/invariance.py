@@ -239,7 +239,12 @@ def drafted_texts(
 ) -> tuple[list[list[int]], float]:
     """Texts of 32 tokens, and the share of draft tokens that was accepted."""
     memory = "4GiB" if target.device.type == "cuda" else "256MiB"
-    options: Row = {"max_batch": batch, "memory": memory, "device": target.device.type, "dtype": str(target.dtype)[6:]}
+    options: Row = {
+        "max_batch": batch,
+        "cache_memory": memory,
+        "device": target.device.type,
+        "dtype": str(target.dtype)[6:],
+    }
     llm = LLM(target, draft, k=4 if draft is not None else 0, **options)
     params = [
         SamplingParams(max_tokens=32, temperature=temperature, seed=n, ignore_eos=True) for n in range(len(prompts))
@@ -319,7 +324,7 @@ def text_llm(way: Row) -> LLM:
     model = text_model(way["folder"], way["dtype"], way["device"], way["backend"])
     draft, k = ("ngram", 4) if way["drafter"] == "ngram" else (None, 0)
     memory = "2GiB" if way["device"] == "cuda" else "256MiB"
-    return LLM(model, draft, k=k, max_batch=way["batch"], memory=memory, dtype=way["dtype"], device=way["device"])
+    return LLM(model, draft, k=k, max_batch=way["batch"], cache_memory=memory, dtype=way["dtype"], device=way["device"])
 
 
 @cache

@@ -26,7 +26,7 @@ def step_times(batch: int, drafter: str, k: int = 4, steps: int = 60) -> list[fl
         "ngram": lambda: NgramDrafter(),
         "scripted": lambda: ScriptedDrafter({}, half_right, model.vocab),
     }
-    engine = build_engine(model, kinds[drafter](), config=EngineConfig(k=k, max_batch=batch, memory="1GiB"))
+    engine = build_engine(model, kinds[drafter](), config=EngineConfig(k=k, max_batch=batch, cache_memory="1GiB"))
     for n in range(batch):
         engine.add(Request(tuple((7 * n + i) % 1024 for i in range(128)), SamplingParams(max_tokens=2000)))
     while engine.scheduler.waiting or any(len(s.output) < 3 for s in engine.scheduler.running):

@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
     memory = "16MiB" if args.small else "16GiB"
     prompts = session.prompts(2 * args.batch)
     wanted = {temperature: params(len(prompts), args.tokens, temperature) for temperature in (0.0, 0.8)}
-    llm = session.llm(args.which, None, k=0, max_batch=args.batch, memory=memory)
+    llm = session.llm(args.which, None, k=0, max_batch=args.batch, cache_memory=memory)
     plain = {temperature: texts(llm, prompts, asked) for temperature, asked in wanted.items()}
     for way, options in WAYS.items():
-        llm = session.llm(args.which, "ngram", k=args.k, max_batch=args.batch, memory=memory, **options)
+        llm = session.llm(args.which, "ngram", k=args.k, max_batch=args.batch, cache_memory=memory, **options)
         for temperature, asked in wanted.items():  # before warming up: graphs are captured while steps are in flight
             say(verdict(args.which, temperature, {"rows": way}, plain[temperature], texts(llm, prompts, asked)))
         say({"rows": way, "batch": args.batch, "k": args.k, **measured(llm, prompts[: args.batch], args.tokens)})

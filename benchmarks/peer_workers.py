@@ -22,7 +22,7 @@ K = 4  # draft tokens per step
 def faircopy(model: str, draft: str, dtype: str) -> Run:
     from faircopy import LLM, SamplingParams
 
-    llm = LLM(model, draft=draft or None, k=K, dtype=dtype, threads=1, memory="1GiB", prefix_reuse=False)
+    llm = LLM(model, draft=draft or None, k=K, dtype=dtype, threads=1, cache_memory="1GiB", prefix_reuse=False)
 
     def run(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         answers = llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))

@@ -27,7 +27,7 @@ from faircopy.testing import ByteTokenizer, TableModel
 def load(args: argparse.Namespace) -> LLM:
     options = {"max_batch": args.streams, "drafter_per_request": True, "threads": args.threads}
     if args.target is None:
-        return LLM(TableModel(256, 8192), tokenizer=ByteTokenizer(), memory="64MiB", k=0, **options)
+        return LLM(TableModel(256, 8192), tokenizer=ByteTokenizer(), cache_memory="64MiB", k=0, **options)
     return LLM(args.target, draft=args.draft, k=args.k, **options)
 
 

@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=24)
     args = parser.parse_args()
-    llm = LLM(bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, memory="3MiB", threads=1)
+    llm = LLM(
+        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=12, cache_memory="3MiB", threads=1
+    )
     with in_thread(llm, ServerConfig(port=0, max_queue=40, shadow_audit=0.05)) as server:
         soak = prepare(server.url, args.seconds)
         before = asyncio.run(run(soak, args))

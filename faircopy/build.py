@@ -106,7 +106,7 @@ def load_draft(
     if draft == "ngram":
         return NgramDrafter(config.lookup_min, config.lookup_max), None
     if isinstance(draft, str) and is_head(draft):
-        return None, load_head(draft, target)
+        return None, load_head(draft, target, config.draft_levels)
     model = load_target(draft, config, "draft")
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
     difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))

@@ -57,7 +57,10 @@ Strategy = Annotated[str, typer.Option(help="How a ragged batch is held: docs/st
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Memory = Annotated[
-    str | None, typer.Option(help="For keys and values, such as 2GiB; chosen by the device if left out.")
+    str | None,
+    typer.Option(
+        help="Weights, drafter, cache and passes together, such as 24GiB; no limit but the device's if left out."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; chosen by the machine if left out.")]
 Exact = Annotated[bool, typer.Option(help="--no-exact drops the promise that batches and drafts change no token.")]
@@ -298,6 +301,59 @@ def audit(
         options = {"dtype": dtype, "device": device, "exact": exact}
         audited = models_audit(target or bundled.target(), drafts, asked, sampling, **ways, **options)
     raise typer.Exit(0 if audit_and_show(audited, as_json, html) else 1)
+
+
+@app.command(cls=Command)
+@stoppable
+def plan(
+    target: Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Draft models, heads or 'ngram' to choose from, the best first; the bundled target has its own."
+        ),
+    ] = None,
+    k: Annotated[
+        int, typer.Option("--k", min=0, help="Draft tokens per step at most; of a head, nodes of its tree.")
+    ] = 4,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Dialogues that run together.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Questions and answers in a dialogue.")] = 20,
+    turn_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one question and its answer.")] = 256,
+    memory: Annotated[
+        str | None, typer.Option(help="The budget, such as 24GiB; the device's memory if left out.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A device to plan for: h200, h100, a100-80, l4, ..., or cpu; this machine's if left out."),
+    ] = None,
+    dtype: Dtype = "auto",
+    acceptance: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of draft tokens accepted; assumed, or a head's own, if left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes everywhere.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what was tried, and the law of k over batch sizes.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of k over batch sizes.")] = None,
+) -> None:
+    """See what fits into a device's memory, before anything is loaded: config.json is enough."""
+    from faircopy.terminal import plan as planning
+
+    writable("--plot", plot)
+    own = [bundled.named(None)] if target is None and draft is None else []
+    drafts = [bundled.named(name) for name in draft or own] if target is None else draft or []
+    wish = planning.Wish(
+        target=target or bundled.target(), drafts=[name for name in drafts if name != "none"], k=k, batch=batch,
+        turns=turns, turn_tokens=turn_tokens, memory=memory, gpu=gpu, dtype=dtype, acceptance=acceptance,
+    )  # fmt: skip
+    found = planning.plan_for(wish)
+    if plot is not None:
+        planning.plot(found, wish, plot)
+    if as_json:
+        print(planning.as_json(found, wish))
+    else:
+        planning.show(found, wish, explain, Console())
 
 
 def _answer_file(out: Path | None, prompts: list[str], params: Any, resume: bool, overwrite: bool) -> Any:

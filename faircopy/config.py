@@ -39,7 +39,10 @@ class EngineConfig:
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
     step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
-    memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
+    memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
+    planned_tokens: int | None = None  # of each of max_batch sequences, to fit into `memory`; None: one whole context
+    cache_memory: int | str | None = None  # bytes for keys and values; None: what is left on a GPU, else a quarter
+    draft_levels: int | None = None  # tokens that a draft head guesses ahead at most; None: as many as it was made for
     page: int = 32  # tokens per page
     prefix_reuse: bool = True
     graphs: bool = True  # on a GPU: capture steps as CUDA graphs
@@ -55,7 +58,8 @@ class EngineConfig:
         if isinstance(self.k, str):
             raise ConfigError("k", self.k, "not a whole number", 'pass 0 or more, or LLM(k="auto")')
         self._whole("k", 0)
-        for name in ("max_batch", "page", "lookup_min", *self._given("chunk", "threads")):
+        given = self._given("chunk", "threads", "planned_tokens", "draft_levels")
+        for name in ("max_batch", "page", "lookup_min", *given):
             self._whole(name, 1)
         self._whole("lookup_max", self.lookup_min)
         if self.step_ms is not None and not self.step_ms > 0:
@@ -87,6 +91,19 @@ class EngineConfig:
                 )
 
         self.torch_device()
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            if self.planned_tokens is not None:
+                raise ConfigError("planned_tokens", self.planned_tokens, "given without memory", "pass memory= as well")
+            return
+        if self.cache_memory is not None:
+            raise ConfigError("cache_memory", self.cache_memory, "given beside memory", "give one of the two")
+        if self.strategy != "ragged":
+            problem = f"counts the memory of strategy 'ragged' alone, not of {self.strategy!r}"
+            raise ConfigError("memory", self.memory, problem, "limit keys and values with cache_memory=")
+        parse_bytes(self.memory)
 
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
@@ -115,8 +132,8 @@ class EngineConfig:
 
     def cache_bytes(self, device: torch.device, passes: int = 0) -> int:
         """Bytes for keys and values: what was asked for, or what is left when passes have the bytes they need."""
-        if self.memory is not None:
-            return parse_bytes(self.memory)
+        if self.cache_memory is not None:
+            return parse_bytes(self.cache_memory, "cache_memory")
         free = free_memory(device)
         return free // 4 if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
 
@@ -131,7 +148,7 @@ class EngineConfig:
             raise ConfigError(name, value, "unknown", f"use one of {', '.join(known)}")
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, field: str = "memory") -> int:
     """2000000, "512MiB" or "2 GB" as a number of bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -143,7 +160,7 @@ def parse_bytes(value: int | str) -> int:
     except (ValueError, KeyError, OverflowError):
         amount = 0
     if isinstance(value, bool) or amount <= 0:
-        raise ConfigError("memory", value, "not a positive amount of memory", "pass bytes, or a text such as '2GiB'")
+        raise ConfigError(field, value, "not a positive amount of memory", "pass bytes, or a text such as '2GiB'")
     return amount
 
 

@@ -25,6 +25,8 @@ from faircopy.fair_lock import FairLock
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_tokenizer
+from faircopy.planning.limit import check_limited, fit_into_memory
+from faircopy.planning.plan import Plan
 from faircopy.progress import amount, tell
 from faircopy.requests import Message, Prompt, RequestReader, as_conversations, as_prompts, check_request, per_prompt
 from faircopy.text import IncrementalText
@@ -72,6 +74,10 @@ class LLM:
         self._warm_up = "not done"  # or the time and the memory that it took
         self._lock = FairLock()  # around everything that reads or changes the engine
         target = os.fspath(target) if isinstance(target, os.PathLike) else target
+        self._plan: Plan | None = None  # what was chosen so that a limit on memory holds
+        if self.config.memory is not None:
+            path = os.fspath(draft) if isinstance(draft, os.PathLike) else draft
+            draft, self.config, self._plan = fit_into_memory(target, path, self.config)
         self.model = load_target(target, self.config)
         known = load_tokenizer(target) if tokenizer is None and isinstance(target, str) else tokenizer
         self._reader = RequestReader(known)
@@ -80,6 +86,8 @@ class LLM:
         self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
         if isinstance(target, str):
             tell(memory_line(self.model, self._memory()))
+        if self._plan is not None:
+            tell(self._plan.reason)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -161,6 +169,9 @@ class LLM:
 
     def request(self, prompt: Prompt, params: SamplingParams, k: int | None = None, streamed: bool = False) -> Request:
         """A prompt as the engine takes it, for callers that step the engine themselves."""
+        if self._plan is not None:
+            check_limited(params)
+            k = None if k is None else min(k, self.config.k)
         return self._reader.request(prompt, params, k, streamed)
 
     def samples(self, first: Request) -> list[Request]:
@@ -187,6 +198,7 @@ class LLM:
             "tokens_of_memory": tables.pool.pages * tables.page,
             "end_tokens": sorted(self.engine.eos),
             "memory_bytes": self._memory(),
+            **({} if self._plan is None else {"memory": self._plan.budget, "memory_plan": self._plan.reason}),
         }
 
     def _memory(self) -> dict[str, int]:

@@ -22,16 +22,19 @@ PAGE_TOKENS = 32  # of the small cache for the trial pass
 
 def page_count(models: Seq[Model | Head], config: EngineConfig, max_tokens: int) -> int:
     """How many pages of all models' keys and values the memory holds, up to the most tokens that could be used."""
+    if config.memory is not None:
+        problem = "a limit for everything is shared out before models are loaded, by LLM"
+        raise ConfigError("memory", config.memory, problem, "limit keys and values with cache_memory=")
     page_bytes = config.page * sum(map(kv_bytes_per_token, models))
     device = models[0].device
-    measured = config.memory is None and device.type == "cuda"
+    measured = config.cache_memory is None and device.type == "cuda"
     whole = [model for model in models if not isinstance(model, Head)] if measured else []
     choices = 12 * config.max_batch * (config.k + 1) * models[0].vocab  # a batch's logits in float32, three times
     choices += 8 * config.max_batch * models[0].vocab if measured else 0  # token counts and biases of captured steps
     passes = sum(pass_bytes(model, config.chunk_on(device)) for model in whole) + choices
     pages = min(config.cache_bytes(device, passes) // max(1, page_bytes), -(-max_tokens // config.page))
     if pages < 1:
-        raise ConfigError("memory", config.memory, f"less than one page of {page_bytes} bytes", "raise it")
+        raise ConfigError("cache_memory", config.cache_memory, f"less than one page of {page_bytes} bytes", "raise it")
     return pages
 
 

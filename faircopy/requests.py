@@ -149,7 +149,7 @@ def check_request(request: Request, model: Model, tables: BlockTables) -> None:
             "prompt",
             f"{length} tokens",
             f"with max_tokens it may need {limit} of {have} tokens of memory",
-            "raise memory=, or lower max_tokens",
+            "raise cache_memory= or memory=, or lower max_tokens",
         )
 
 

@@ -88,6 +88,13 @@ def not_finite(logits: Tensor, strict: bool) -> Tensor:
     return ~(sound & (least > -torch.inf)) if strict else ~sound
 
 
+def choice_bytes(rows: int, vocab: int, dtype: torch.dtype, sampled: bool = True) -> int:
+    """What `choose` allocates besides the logits: for greedy rows a float32 copy of 16-bit ones; else scores, drawn
+    ones, filtered ones, those over temperature and with noise, in float32, and a mask."""
+    greedy = 0 if dtype == torch.float32 else 4
+    return rows * vocab * (5 * 4 + 1 if sampled else greedy)
+
+
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
     scores = adjusted(logits, rows)

@@ -116,7 +116,7 @@ def _style(steps: int) -> str:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     prompts = choose_prompts()
-    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, memory="256MiB")
+    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, cache_memory="256MiB")
     drawn = record(llm, prompts, 48)
     report = audit_models(
         bundled.target(), [bundled.draft(), "ngram"], prompts, SamplingParams(max_tokens=96), batches=(1, 8), ks=(2, 4)

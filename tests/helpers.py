@@ -133,7 +133,7 @@ def engine_of(
     lengths: Callable[[Sequence], int] | None = None,
     **options: object,
 ) -> Engine:
-    config = EngineConfig(**{"memory": "64MiB", **options})  # type: ignore[arg-type]
+    config = EngineConfig(**{"cache_memory": "64MiB", **options})  # type: ignore[arg-type]
     chooser = None if lengths is None else Lengths(lengths)
     return build_engine(model, drafter, draft=draft, config=config, draft_lengths=chooser)
 

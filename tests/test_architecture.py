@@ -38,7 +38,7 @@ LEVELS: list[set[str]] = [
     {"scheduler", "policy", "draft_length", "planner", "drafters", "verify"},
     {"papers"},
     {"replay", "strategy", "memory", "requests"},
-    {"engine", "answers"},
+    {"engine", "answers", "planning"},
     {"build"},
     {"llm", "testing", "bundled"},
     {"audit", "bench", "train", "server"},

@@ -43,7 +43,7 @@ def a_draft() -> TableModel:
 
 
 def audit(target: Any = None, drafts: Any = None, params: SamplingParams | None = None, **options: Any) -> Report:
-    options = {"batches": (1, 4), "ks": (2, 4), "memory": "1MiB", "tokenizer": ByteTokenizer(), **options}
+    options = {"batches": (1, 4), "ks": (2, 4), "cache_memory": "1MiB", "tokenizer": ByteTokenizer(), **options}
     drafts = [a_draft(), "ngram"] if drafts is None else drafts
     return audit_models(target or a_target(), drafts, PROMPTS, params or SamplingParams(max_tokens=24), **options)
 
@@ -88,7 +88,7 @@ class TestModels:
     def test_one_prompt_is_enough_for_a_batch_and_for_preemption(self) -> None:
         report = audit_models(
             a_target(), ["none"], ["alone"], SamplingParams(max_tokens=40, ignore_eos=True), batches=(4,),
-            memory="1MiB", tokenizer=ByteTokenizer(),
+            cache_memory="1MiB", tokenizer=ByteTokenizer(),
         )  # fmt: skip
         assert report.passed
         assert report.total == 2
@@ -98,7 +98,7 @@ class TestModels:
         seen: list[tuple[int, int, str]] = []
         report = audit_models(
             checkpoint("llama"), [checkpoint("llama", 1), "ngram"], random_prompts(3, 128),
-            SamplingParams(max_tokens=12), batches=(3,), ks=(3,), memory="16MiB",
+            SamplingParams(max_tokens=12), batches=(3,), ks=(3,), cache_memory="16MiB",
             progress=lambda *step: seen.append(step),
         )  # fmt: skip
         assert report.passed
@@ -110,7 +110,7 @@ class TestModels:
     def test_inexact_mode_can_be_audited_too(self, checkpoint: Callable[..., str]) -> None:
         report = audit_models(
             checkpoint("llama"), ["ngram"], random_prompts(4, 128), SamplingParams(max_tokens=24),
-            batches=(4,), ks=(4,), exact=False, memory="16MiB",
+            batches=(4,), ks=(4,), exact=False, cache_memory="16MiB",
         )  # fmt: skip
         assert report.total == 8
         assert all(difference.kind == "tie" for _, _, difference in report.differences())
@@ -162,7 +162,7 @@ class TestModels:
         for apart, kind in ((1e-6, "tie"), (0.25, "bug")):
             report = audit_models(
                 Wobbly(apart), ["none"], ["a", "za"], SamplingParams(max_tokens=4), batches=(2,), preemption=False,
-                memory="1MiB", tokenizer=ByteTokenizer(),
+                cache_memory="1MiB", tokenizer=ByteTokenizer(),
             )  # fmt: skip
             difference = report.runs[0].findings[0].difference
             assert difference is not None
@@ -178,7 +178,7 @@ class TestModels:
         assert judge(scores.masked_fill(scores < 5, -torch.inf), 0, 2, 1e-3).kind == "unknown"
 
     def test_a_draft_is_loaded_and_refused_as_llm_does_it(self, checkpoint: Callable[..., str]) -> None:
-        options: dict[str, Any] = {"dtype": "float32", "memory": "32MiB"}
+        options: dict[str, Any] = {"dtype": "float32", "cache_memory": "32MiB"}
         with pytest.raises(ConfigError) as llms:
             LLM(bundled.draft(), draft=checkpoint("llama"), **options)
         with pytest.raises(ConfigError) as audits:

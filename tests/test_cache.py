@@ -69,7 +69,7 @@ def test_a_checkpoint_is_tested_once_per_machine(
     original = build.self_test
     monkeypatch.setattr(build, "self_test", lambda *args: tested.append(args[0].name) or original(*args))
     monkeypatch.setattr(build, "_PASSED", KeptTable("self-tests"))
-    options = {"dtype": "float32", "memory": "8MiB"}
+    options = {"dtype": "float32", "cache_memory": "8MiB"}
     for name, seed in (("llama", 0), ("llama", 0), ("llama", 1), ("gemma2", 0), ("gemma2", 0)):
         monkeypatch.setattr(build, "_PASSED", KeptTable("self-tests"))  # as a new process would
         LLM(checkpoint(name, seed), **options)
@@ -92,4 +92,4 @@ def test_a_model_that_fails_is_tested_again(
     monkeypatch.setattr(build, "self_test", fails)
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
-            LLM(checkpoint("llama"), dtype="float32", memory="8MiB")
+            LLM(checkpoint("llama"), dtype="float32", cache_memory="8MiB")

@@ -294,7 +294,7 @@ def test_every_sampling_parameter_is_an_option(call, monkeypatch: pytest.MonkeyP
 
 def test_chat_template_and_system_message(call) -> None:  # type: ignore[no-untyped-def]
     ask = ("generate", "Tom had", "--max-tokens", "4", "--json")
-    llm = LLM(bundled.target(), memory="64MiB")
+    llm = LLM(bundled.target(), cache_memory="64MiB")
     code, out, _ = call(*ask, "--chat", "--memory", "64MiB", "--no-exact")
     answer = llm.chat([{"role": "user", "content": "Tom had"}], SamplingParams(max_tokens=4))[0]
     assert code == 0
@@ -356,7 +356,7 @@ def test_a_bad_line_is_named(tmp_path: Path, content: str) -> None:
 def test_a_conversation_finds_its_earlier_turns_in_the_cache() -> None:
     known = []
     for reuse in (True, False):
-        llm = LLM(bundled.target(), draft=bundled.draft(), memory="64MiB", prefix_reuse=reuse)
+        llm = LLM(bundled.target(), draft=bundled.draft(), cache_memory="64MiB", prefix_reuse=reuse)
         first = "Tell me a story about a dog and a very long walk in the green park by the sea."
         lines = iter([first, "And then?", "/reset", "Hi", "", "/quit"])
         console = Console(record=True, width=100)
@@ -370,7 +370,7 @@ def test_a_conversation_finds_its_earlier_turns_in_the_cache() -> None:
 
 def test_chat_without_a_template_is_refused_at_once(checkpoint: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="chat template"):
-        chat(LLM(checkpoint("llama"), memory="32MiB"), SamplingParams(), read=lambda prompt: "hi")
+        chat(LLM(checkpoint("llama"), cache_memory="32MiB"), SamplingParams(), read=lambda prompt: "hi")
 
 
 @pytest.mark.parametrize("option", [("generate", "a", "--out"), ("audit", "a", "--html")])
@@ -458,7 +458,7 @@ def test_lines_end_where_lines_end(tmp_path: Path) -> None:
 
 
 def test_half_a_character_harms_no_other_prompt() -> None:
-    llm = LLM(bundled.target(), memory="64MiB")
+    llm = LLM(bundled.target(), cache_memory="64MiB")
     outs = llm.generate(["Tom", "bad \ud800 x"], SamplingParams(max_tokens=3), errors="return")
     assert [o.error is None for o in outs] == [True, False]
 
@@ -473,7 +473,7 @@ def test_an_interruption_at_the_prompt_is_asked_again() -> None:
         return key
 
     console = Console(record=True, width=100)
-    chat(LLM(bundled.target(), memory="64MiB"), SamplingParams(), read=read, console=console)
+    chat(LLM(bundled.target(), cache_memory="64MiB"), SamplingParams(), read=read, console=console)
     assert console.export_text().count("press Ctrl-C again to leave") == 2
     assert list(keys) == ["never read"]
 
@@ -482,7 +482,7 @@ def test_the_end_of_input_ends_a_conversation() -> None:
     def end(prompt: str) -> str:
         raise EOFError
 
-    chat(LLM(bundled.target(), memory="64MiB"), SamplingParams(), read=end, console=Console(quiet=True))
+    chat(LLM(bundled.target(), cache_memory="64MiB"), SamplingParams(), read=end, console=Console(quiet=True))
 
 
 def test_the_demo_shows_costs_and_the_verdict() -> None:
@@ -504,7 +504,7 @@ def test_the_demo_fits_a_terminal() -> None:
 
 
 def test_the_recording_of_the_demo_shows_every_piece() -> None:
-    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, memory="64MiB")
+    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, cache_memory="64MiB")
     prompts, pieces, steps = demo_recording.record(llm, choose_prompts()[:2], 48)
     drawn = demo_recording.picture(prompts, pieces, steps, "audit: fine")
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
@@ -523,7 +523,7 @@ def test_the_demo_without_a_draft_shows_plain_decoding(call, monkeypatch: pytest
 
 def test_the_bundled_pair_keeps_its_word() -> None:
     """At least 2.5 tokens per verify at k = 4, greedy, on prompts neither model was trained on."""
-    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, memory="256MiB")
+    llm = LLM(bundled.target(), draft=bundled.draft(), k=4, cache_memory="256MiB")
     llm.generate(bundled.prompts()[:24], SamplingParams(max_tokens=64))
     assert llm.metrics()["tokens_per_step"] >= 2.5
     size = sum(file.stat().st_size for file in bundled.folder().rglob("*") if file.is_file())

@@ -138,13 +138,13 @@ def test_other_instruction_sets_have_kernels_too() -> None:
 def test_a_machine_without_them_serves_the_same_texts(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     prompts, params = [[1, 2, 3], [5] * 40], SamplingParams(max_tokens=20)
     path = checkpoint("llama")
-    first = LLM(path, draft="ngram", dtype="float32", memory="8MiB")
+    first = LLM(path, draft="ngram", dtype="float32", cache_memory="8MiB")
     for module in (linear, product):
         monkeypatch.setattr(module, "fits", lambda *_: False)
     for module in (paged, attention):
         monkeypatch.setattr(module, "has_kernel", lambda *_: False)
     monkeypatch.setattr("faircopy.model.decoder.fits", lambda *_: False)
     monkeypatch.setattr("faircopy.build._IN_USE", {})
-    second = LLM(path, draft="ngram", dtype="float32", memory="8MiB")
+    second = LLM(path, draft="ngram", dtype="float32", cache_memory="8MiB")
     texts = [[answer.token_ids for answer in llm.generate(prompts, params)] for llm in (first, second)]
     assert texts[0] == texts[1]

@@ -234,7 +234,7 @@ def test_joining_leaving_chunks_preemption_and_reuse_change_nothing(
             max_batch=6,
             chunk=16,
             page=8,
-            memory=24 * 8 * layers * 2 * 2 * 16 * 4,
+            cache_memory=24 * 8 * layers * 2 * 2 * 16 * 4,
         )
         seqs, victims = [], []
         for n, request in enumerate(requests_of(prompts, params, list(range(12)))):

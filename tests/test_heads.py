@@ -84,7 +84,13 @@ def test_preemption_chunks_and_reuse_change_nothing(checkpoint: Callable[..., st
     expected = references(model, prompts, params, list(range(6)))
     layers = len(model.layers) + len(head.layers)
     engine = engine_of(
-        model, draft=head, lengths=changing, max_batch=6, chunk=16, page=8, memory=20 * 8 * layers * 2 * 2 * 16 * 4
+        model,
+        draft=head,
+        lengths=changing,
+        max_batch=6,
+        chunk=16,
+        page=8,
+        cache_memory=20 * 8 * layers * 2 * 2 * 16 * 4,
     )
     assert_same(run(engine, requests_of(prompts, params, list(range(6)))), expected)
     assert engine.meter.preemptions > 0 and engine.meter.tokens_reused > 0 and engine.meter.drafted > 0
@@ -142,7 +148,7 @@ def test_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: 
         chunk=8,
         page=4,
         prefix_reuse=False,
-        memory=24 * 4 * layers * 2 * 2 * 16 * 4,
+        cache_memory=24 * 4 * layers * 2 * 2 * 16 * 4,
     )
     drafter = engine.drafter
     compared = 0
@@ -167,11 +173,12 @@ def test_a_folder_is_for_one_target(checkpoint: Callable[..., str], tmp_path: Pa
     model = load(folder)
     head = head_for(folder, model, method).to(torch.bfloat16).float()
     save_head(head, tmp_path / "head")
-    llm = LLM(folder, draft=tmp_path / "head", memory="16MiB")
+    llm = LLM(folder, draft=tmp_path / "head", cache_memory="16MiB")
     assert llm.explain()["drafter"] == "HeadDrafter"
     (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     assert (
-        answer.token_ids == LLM(folder, memory="16MiB").generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0].token_ids
+        answer.token_ids
+        == LLM(folder, cache_memory="16MiB").generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0].token_ids
     )
     loaded = load_head(str(tmp_path / "head"), model)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), loaded.parameters(), strict=True))
@@ -368,7 +375,7 @@ def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., 
     head = head_for(folder, own, method)
     kinds = [SamplingParams(max_tokens=10), SamplingParams(max_tokens=10, logprobs=1)]  # the latter run eagerly
     requests = [Request(tuple(p), kinds[n % 2]) for n, p in enumerate(random_prompts(4, model.vocab, seed=5))]
-    config = EngineConfig(memory="8MiB", chunk=16)
+    config = EngineConfig(cache_memory="8MiB", chunk=16)
     plain = run(build_engine(model, config=config, suite=TWINS), requests)
     for k in (3, 14):
         engine = build_engine(model, draft=head, config=replace(config, k=k), suite=TWINS)
@@ -390,7 +397,7 @@ def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str]
     head = head_for(folder, own, method)
     params = SamplingParams(max_tokens=24)
     requests = [Request(tuple(p), params) for p in random_prompts(4, model.vocab, seed=6)]
-    config = EngineConfig(memory="8MiB", chunk=16, k=4)
+    config = EngineConfig(cache_memory="8MiB", chunk=16, k=4)
     plain = run(build_engine(model, config=config, suite=TWINS), requests)
     for seed in range(2):
         engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Wandering(seed))
@@ -418,7 +425,7 @@ def test_captured_guesses_are_those_from_scratch(checkpoint: Callable[..., str],
     folder = checkpoint("llama")
     model, own = fused(folder), load(folder)
     head = head_for(folder, own, method)
-    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=3, max_batch=4), suite=TWINS)
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=3, max_batch=4), suite=TWINS)
     assert engine.captured is not None
     collect, compared = engine.captured.collect, 0
 
@@ -463,11 +470,11 @@ def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: s
     requests = [
         Request(tuple(p), q, n, k) for n, (p, q, k) in enumerate(zip(prompts, params, (None, None, 1, 0), strict=True))
     ]
-    plain = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), requests)
+    plain = run(build_engine(model, config=EngineConfig(cache_memory="8MiB", graphs=False), suite=TWINS), requests)
     assert all(len(seq.tokens) == 60 for seq in plain)
     layers = len(model.layers) + len(head.layers)
     for k in (1, 5, 24):
-        config = EngineConfig(memory=22 * 8 * layers * 2 * 2 * 16 * 4, page=8, max_batch=4, k=k)
+        config = EngineConfig(cache_memory=22 * 8 * layers * 2 * 2 * 16 * 4, page=8, max_batch=4, k=k)
         engine = build_engine(model, draft=head, config=config, suite=TWINS)
         starts = count_starts(engine)
         seqs = run(engine, requests)
@@ -490,8 +497,8 @@ def test_captured_trees_with_every_sampling_parameter() -> None:
         Request(tuple(p), replace(params, max_tokens=24, ignore_eos=True), n, bad_words=BAD_WORDS if n == 1 else ())
         for n, (p, params) in enumerate(zip(prompts, MIXED, strict=True))
     ]
-    plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
-    engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=8, max_batch=8), suite=TWINS)
+    plain = run(build_engine(model, config=EngineConfig(cache_memory="64MiB", graphs=False), suite=TWINS), requests)
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="64MiB", k=8, max_batch=8), suite=TWINS)
     starts = count_starts(engine)
     seqs = run(engine, requests)
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]
@@ -509,9 +516,9 @@ def test_accepted_paths_are_moved_into_line() -> None:
     model = fused(str(bundled.target()))
     head = load_head(bundled.named("clover"), load(str(bundled.target())))
     requests = [Request(tuple(range(900, 900 + 7 * n)), SamplingParams(max_tokens=24)) for n in (1, 2)]
-    plain = run(build_engine(model, config=EngineConfig(memory="64MiB", graphs=False), suite=TWINS), requests)
+    plain = run(build_engine(model, config=EngineConfig(cache_memory="64MiB", graphs=False), suite=TWINS), requests)
     head.tree = lambda max_nodes: NodeBudgetTree(max_nodes, 0.99, 0.01)  # type: ignore[method-assign]
-    engine = build_engine(model, draft=head, config=EngineConfig(memory="64MiB", k=12), suite=TWINS)
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="64MiB", k=12), suite=TWINS)
     seqs = run(engine, requests)
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]
     assert engine.target.layout.moved > 0 and engine.meter.accepted > 5
@@ -531,8 +538,8 @@ def test_a_head_of_shorter_context_only_guesses_worse(
     shape = head_for(folder, own, method).config
     head = METHODS[method](replace(shape, shape=replace(shape.shape, context=20))).bind(own.token_weights())
     request = Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True))
-    (plain,) = run(build_engine(model, config=EngineConfig(memory="8MiB", graphs=False), suite=TWINS), [request])
-    config = EngineConfig(memory="8MiB", k=4, max_batch=2, graphs=graphs)
+    (plain,) = run(build_engine(model, config=EngineConfig(cache_memory="8MiB", graphs=False), suite=TWINS), [request])
+    config = EngineConfig(cache_memory="8MiB", k=4, max_batch=2, graphs=graphs)
     (seq,) = run(build_engine(model, draft=head, config=config, suite=TWINS), [request])
     assert seq.output == plain.output
 
@@ -548,7 +555,7 @@ def test_a_rule_of_ones_own_is_a_captured_chain(checkpoint: Callable[..., str]) 
     folder = checkpoint("llama")
     model, head = fused(folder), head_for(folder, load(folder), "clover")
     head.tree = Own  # type: ignore[method-assign, assignment]
-    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4), suite=TWINS)
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=4), suite=TWINS)
     assert engine.captured is not None
     collect, shapes = engine.captured.collect, []
 
@@ -570,7 +577,7 @@ def test_those_without_drafts_leave_no_pages_for_the_head(checkpoint: Callable[.
 
     folder = checkpoint("llama")
     model, head = fused(folder), head_for(folder, load(folder), "clover")
-    engine = build_engine(model, draft=head, config=EngineConfig(memory="8MiB", k=4, page=8), suite=TWINS)
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=4, page=8), suite=TWINS)
     run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=40, ignore_eos=True), 0, 0)])
     assert not engine.layouts[1]._full  # type: ignore[attr-defined]
 

@@ -71,9 +71,9 @@ def test_a_trained_head_guesses_better_and_serves(target: str, data: Path, tmp_p
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert learned.accuracy is not None and learned.accuracy.top1[0] > 0.5
     assert (tmp_path / "head" / "curves.png").stat().st_size > 1000
-    llm = LLM(target, draft=tmp_path / "head", k=4, device="cpu", memory="16MiB")
+    llm = LLM(target, draft=tmp_path / "head", k=4, device="cpu", cache_memory="16MiB")
     (answer,) = llm.generate(["Once upon a time there"], SamplingParams(max_tokens=40))
-    (plain,) = LLM(target, device="cpu", memory="16MiB").generate(
+    (plain,) = LLM(target, device="cpu", cache_memory="16MiB").generate(
         ["Once upon a time there"], SamplingParams(max_tokens=40)
     )
     assert answer.text == plain.text
@@ -84,7 +84,7 @@ def test_a_distilled_draft_agrees_and_serves(target: str, data: Path, tmp_path: 
     train_draft(plan_for(target, data, tmp_path / "draft", steps=40, lr=1e-2), hidden=32, layers=1)
     lines = read_log(tmp_path / "draft" / "log.jsonl")
     assert lines[-1]["agree"] > lines[0]["agree"] + 0.2
-    llm = LLM(target, draft=tmp_path / "draft", k=3, device="cpu", memory="16MiB")
+    llm = LLM(target, draft=tmp_path / "draft", k=3, device="cpu", cache_memory="16MiB")
     llm.generate(["Once upon a time there"], SamplingParams(max_tokens=30))
     assert llm.metrics()["tokens_per_step"] > 1.3
 
@@ -143,7 +143,7 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
     assert (documents.texts, documents.prompts) == (["A mat was red."], ["The cat", "The dog"])
     how = Answering(max_tokens=12, device="cpu")
     tokens = corpus(target, [file], how, tmp_path / "tokens.npy").tolist()
-    llm = LLM(target, device="cpu", memory="16MiB")
+    llm = LLM(target, device="cpu", cache_memory="16MiB")
     for answer in llm.generate(["The cat", "The dog"], SamplingParams(max_tokens=12)):
         row = answer.prompt_token_ids + answer.token_ids
         assert any(tokens[n : n + len(row)] == row for n in range(len(tokens)))
@@ -372,8 +372,8 @@ def test_the_command_line_trains_and_uses_a_head(
 
 def test_the_bundled_head_keeps_its_word() -> None:
     params, prompts = SamplingParams(max_tokens=24), bundled.prompts()[:4]
-    llm = LLM(bundled.target(), draft=bundled.named("clover"), k=4, memory="64MiB", device="cpu")
-    plain = LLM(bundled.target(), memory="64MiB", device="cpu").generate(prompts, params, progress=False)
+    llm = LLM(bundled.target(), draft=bundled.named("clover"), k=4, cache_memory="64MiB", device="cpu")
+    plain = LLM(bundled.target(), cache_memory="64MiB", device="cpu").generate(prompts, params, progress=False)
     assert [a.token_ids for a in llm.generate(prompts, params, progress=False)] == [a.token_ids for a in plain]
     assert llm.metrics()["tokens_per_step"] > 1.5
     assert bundled.named("ngram") == "ngram" and bundled.named(None) == bundled.draft()

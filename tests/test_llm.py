@@ -332,14 +332,14 @@ def test_what_is_no_prompt_is_refused_and_nothing_stays_behind(prompts: object) 
 
 
 def test_arrays_and_paths_are_welcome(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(Path(checkpoint("llama")), draft=Path(checkpoint("llama")), dtype="float32", memory="32MiB")
+    llm = LLM(Path(checkpoint("llama")), draft=Path(checkpoint("llama")), dtype="float32", cache_memory="32MiB")
     params = SamplingParams(max_tokens=4)
     ids = [a.token_ids for a in llm.generate([[1, 2], [3, 4]], params)]
     assert [a.token_ids for a in llm.generate(torch.tensor([[1, 2], [3, 4]]), params)] == ids  # type: ignore[arg-type]
     assert [a.token_ids for a in llm.generate(np.array([[1, 2], [3, 4]]), params)] == ids  # type: ignore[arg-type]
     for target, draft in ((None, None), (7, None), (checkpoint("llama"), 5)):
         with pytest.raises(ConfigError, match="neither a folder, a hub id nor a model"):
-            LLM(target, draft, dtype="float32", memory="32MiB")  # type: ignore[arg-type]
+            LLM(target, draft, dtype="float32", cache_memory="32MiB")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("messages", [None, "hi", [], [{"role": "user"}], [["x"]]], ids=repr)
@@ -349,9 +349,9 @@ def test_what_is_no_conversation_is_refused(messages: object) -> None:
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_others_run() -> None:
-    llm = an_llm(page=4, memory=4 * 8 * 10)  # ten pages of four tokens
+    llm = an_llm(page=4, cache_memory=4 * 8 * 10)  # ten pages of four tokens
     small = SamplingParams(max_tokens=8)
-    with pytest.raises(OutOfPages, match="raise memory="):
+    with pytest.raises(OutOfPages, match="raise cache_memory="):
         llm.generate("a", SamplingParams(max_tokens=40))
     outs = llm.generate(["a", "b" * 30, "c"], [small, SamplingParams(max_tokens=20), small], errors="return")
     assert [o.finish_reason for o in outs] == ["length", "error", "length"]
@@ -372,7 +372,7 @@ def test_nan_logits_end_one_request_only(checkpoint: Callable[..., str]) -> None
 
 def test_nan_keys_do_not_reach_the_next_holder_of_a_page(checkpoint: Callable[..., str]) -> None:
     """A poisoned embedding fills pages with NaN; later requests get the same pages and write what they always did."""
-    llm = LLM(checkpoint("llama"), dtype="float32", memory=200_000, max_batch=2)
+    llm = LLM(checkpoint("llama"), dtype="float32", cache_memory=200_000, max_batch=2)
     params = SamplingParams(max_tokens=16)
     good = llm.generate([[1, 2, 3]], params)[0].token_ids
     bad = next(token for token in range(4, 128) if token not in good)
@@ -457,7 +457,7 @@ def test_a_drafter_of_ones_own_is_welcome() -> None:
 
 
 def test_without_a_tokenizer_ids_work_and_text_is_refused(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(checkpoint("llama"), dtype="float32", memory="32MiB")
+    llm = LLM(checkpoint("llama"), dtype="float32", cache_memory="32MiB")
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].text == ""
     for call in (
         lambda: llm.generate("text"),
@@ -474,7 +474,7 @@ def test_a_real_model_writes_what_generate_writes(shared: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = str(shared / "models" / "stories15M")
-    llm = LLM(folder, draft="ngram", k=4, dtype="float32", memory="256MiB")
+    llm = LLM(folder, draft="ngram", k=4, dtype="float32", cache_memory="256MiB")
     prompts = ["Once upon a time", "Lily and Tom went to the park. They", "The big red dog"]
     outs = llm.generate(prompts, SamplingParams(max_tokens=40))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -488,10 +488,10 @@ def test_a_real_model_writes_what_generate_writes(shared: Path) -> None:
 
 def test_llms_of_one_checkpoint_share_its_weights_while_one_is_alive(checkpoint: Callable[..., str]) -> None:
     path = checkpoint("llama")
-    first = LLM(path, dtype="float32", memory="1MiB")
-    second = LLM(path, dtype="float32", memory="1MiB", draft="ngram")
+    first = LLM(path, dtype="float32", cache_memory="1MiB")
+    second = LLM(path, dtype="float32", cache_memory="1MiB", draft="ngram")
     assert second.model is first.model
-    assert LLM(path, dtype="bfloat16", memory="1MiB").model is not first.model
+    assert LLM(path, dtype="bfloat16", cache_memory="1MiB").model is not first.model
     name = first.model
     alive = weakref.ref(name)
     del first, second, name
@@ -500,7 +500,7 @@ def test_llms_of_one_checkpoint_share_its_weights_while_one_is_alive(checkpoint:
 
 
 def test_explain_says_what_takes_memory(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(checkpoint("llama"), draft=checkpoint("llama", 1), dtype="float32", memory="1MiB")
+    llm = LLM(checkpoint("llama"), draft=checkpoint("llama", 1), dtype="float32", cache_memory="1MiB")
     memory = llm.explain()["memory_bytes"]
     assert memory["weights"] == memory["draft_weights"] > 0
     assert 0 < memory["cache_limit"] <= 1 << 20 and memory["cache_in_use"] == 0

@@ -25,7 +25,7 @@ from faircopy.model.weights import FAMILIES
 from tests.helpers import CPU, load
 from tests.zoo import REFUSED, ZOO, build
 
-OPTIONS = {"dtype": "float32", "memory": "32MiB"}
+OPTIONS = {"dtype": "float32", "cache_memory": "32MiB"}
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_family_runs_on_our_decoder_and_others_on_the_transformers_backend(
 def test_both_backends_write_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
     texts = []
     for backend in ("decoder", "transformers"):
-        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", memory="32MiB")
+        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", cache_memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=20))])
     assert texts[0] == texts[1]
 
@@ -189,8 +189,8 @@ def test_a_wrong_value_in_the_configuration_is_refused(copy: Callable[..., Path]
 
 def test_float16_is_served_in_chunks_too(checkpoint: Callable[..., str]) -> None:
     for name in ("llama", "gpt2"):
-        llm = LLM(checkpoint(name), dtype="float16", memory="32MiB", chunk=8)
-        whole = LLM(checkpoint(name), dtype="float16", memory="32MiB")
+        llm = LLM(checkpoint(name), dtype="float16", cache_memory="32MiB", chunk=8)
+        whole = LLM(checkpoint(name), dtype="float16", cache_memory="32MiB")
         params = SamplingParams(max_tokens=6)
         assert llm.generate([[5] * 30], params)[0].token_ids == whole.generate([[5] * 30], params)[0].token_ids
 
@@ -268,7 +268,7 @@ def test_bfloat16_runs_in_float32_where_it_would_be_emulated(monkeypatch: pytest
 
 
 def test_the_user_may_ask_for_bfloat16(checkpoint: Callable[..., str]) -> None:
-    assert LLM(checkpoint("llama"), dtype="bfloat16", memory="32MiB").model.dtype == torch.bfloat16
+    assert LLM(checkpoint("llama"), dtype="bfloat16", cache_memory="32MiB").model.dtype == torch.bfloat16
 
 
 def test_every_end_token_of_the_generation_config_counts(copy: Callable[..., Path]) -> None:
@@ -287,13 +287,13 @@ def test_packed_weights_exist_once(checkpoint: Callable[..., str], name: str) ->
     prompts, params = [[5, 6, 7], [9] * 30], SamplingParams(max_tokens=12)
     double = load(checkpoint(name), backend="transformers")
     assert isinstance(double, TransformersModel)
-    wanted = [a.token_ids for a in LLM(double, memory="32MiB").generate(prompts, params)]
+    wanted = [a.token_ids for a in LLM(double, cache_memory="32MiB").generate(prompts, params)]
     before = sum(p.untyped_storage().nbytes() for p in double._model.parameters())
     freed = double.release_weights()
     assert freed > 0
     assert sum(p.untyped_storage().nbytes() for p in double._model.parameters()) < before - freed // 2
     assert double.release_weights() == 0, "once is enough"
-    assert [a.token_ids for a in LLM(double, memory="32MiB").generate(prompts, params)] == wanted
+    assert [a.token_ids for a in LLM(double, cache_memory="32MiB").generate(prompts, params)] == wanted
     assert [a.token_ids for a in LLM(checkpoint(name), **OPTIONS).generate(prompts, params)] == wanted
 
 

@@ -154,7 +154,7 @@ def test_any_traffic_leaves_every_page_in_place(
     source = random.Random(seed)
     model = TableModel(vocab=16, context=64, eos=(0,))
     size = 2 * 4 * page  # bytes of a page: one key and one value per token
-    have = engine_of(model, max_batch=batch, page=page, memory=pages * size).tables.pool.pages
+    have = engine_of(model, max_batch=batch, page=page, cache_memory=pages * size).tables.pool.pages
     limit = min(have * page, 64)
     prompts = [[source.randrange(1, 16) for _ in range(source.randint(1, max(1, limit // 2)))] for _ in range(count)]
     params = [
@@ -171,7 +171,7 @@ def test_any_traffic_leaves_every_page_in_place(
         max_batch=batch,
         chunk=chunk,
         page=page,
-        memory=pages * size,
+        cache_memory=pages * size,
     )
     engine.eos = frozenset({0})
     seqs, aborted = [], set()

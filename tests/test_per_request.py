@@ -27,7 +27,7 @@ class Thirds:
 
 
 def engine(drafter: Drafter | None = None, **options: object) -> Engine:
-    config = EngineConfig(drafter_per_request=True, memory="1MiB", **options)  # type: ignore[arg-type]
+    config = EngineConfig(drafter_per_request=True, cache_memory="1MiB", **options)  # type: ignore[arg-type]
     return build_engine(TableModel(VOCAB), drafter, config=config)
 
 
@@ -53,7 +53,7 @@ def requests(**more: object) -> list[Request]:
 
 
 def plain(asked: list[Request]) -> list[list[int]]:
-    return texts(build_engine(TableModel(VOCAB), config=EngineConfig(k=0, memory="1MiB")), asked)
+    return texts(build_engine(TableModel(VOCAB), config=EngineConfig(k=0, cache_memory="1MiB")), asked)
 
 
 def test_a_right_prediction_is_accepted_and_a_wrong_one_changes_nothing() -> None:

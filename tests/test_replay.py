@@ -59,7 +59,7 @@ def pair() -> tuple[Fused, Fused]:
 
 def build(pair: tuple[Model, Model], drafter: str | Drafter | None, **options: object) -> Engine:
     lengths = options.pop("draft_lengths", None)
-    settings = {"max_batch": 4, "memory": "4MiB", **options}
+    settings = {"max_batch": 4, "cache_memory": "4MiB", **options}
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     own = NgramDrafter() if drafter == "ngram" else drafter if isinstance(drafter, Drafter) else None
     draft = pair[1] if drafter == "model" else None
@@ -128,7 +128,7 @@ def test_replay_is_really_used(pair, plain) -> None:  # type: ignore[no-untyped-
 def test_scarce_pages_preempt_and_change_nothing(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
     models = pair if drafter == "model" else pair[:1]
     per_token = sum(2 * 4 * layer.kv_heads * layer.head_dim for model in models for layer in model.layers)
-    engine = build(pair, drafter, k=4, page=8, memory=per_token * 8 * 14)
+    engine = build(pair, drafter, k=4, page=8, cache_memory=per_token * 8 * 14)
     assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
     assert engine.scheduler.preemptions > 0
 
@@ -523,7 +523,7 @@ def test_a_draft_model_of_shorter_context_reads_its_share_of_the_pages(pair) -> 
     target, draft = pair[0], shorter(pair[1], 40)
     prompts, params = [tuple(range(5, 43)), (5, 6, 7)], SamplingParams(max_tokens=10, ignore_eos=True)
     for options in ({"k": 7}, {"k": 4, "verifier": "rejection"}):
-        engine = build((target, draft), "model", memory="8MiB", page=8, **options)
+        engine = build((target, draft), "model", cache_memory="8MiB", page=8, **options)
         seqs = [engine.add(Request(prompt, params)) for prompt in prompts]
         finish(engine, seqs)
         assert [len(seq.output) for seq in seqs] == [10, 10]
@@ -553,7 +553,7 @@ def test_every_sampling_parameter_survives_preemption(pair, drafter) -> None:  #
         return finish(engine, [engine.add(Request(tuple(p), q, n, bad_words=BAD_WORDS)) for n, (p, q) in requests])
 
     wanted = texts(build(pair, None, k=0, max_batch=1, graphs=False))
-    engine = build(pair, drafter, k=4, page=8, memory=per_token * 8 * 14)
+    engine = build(pair, drafter, k=4, page=8, cache_memory=per_token * 8 * 14)
     starts = count_starts(engine)
     assert texts(engine) == wanted
     assert engine.scheduler.preemptions > 0 and len(starts) > 4

@@ -31,7 +31,7 @@ class Shares(DraftLengths):
 
 def test_draft_lengths_are_chosen_for_the_whole_batch_at_once() -> None:
     lengths = Shares()
-    config = EngineConfig(memory="1MiB", max_batch=2)
+    config = EngineConfig(cache_memory="1MiB", max_batch=2)
     engine = build_engine(TableModel(), NgramDrafter(), config=config, draft_lengths=lengths)
     for prompt in PROMPTS:
         engine.add(Request(prompt, SamplingParams(max_tokens=6)))
@@ -70,7 +70,7 @@ def test_outputs_cannot_be_changed() -> None:
 def test_prompts_beside_running_texts_are_read_in_smaller_chunks() -> None:
     """A step in which a text goes on takes as many rows as it is allowed, those of the text included."""
     model = TableModel(vocab=64, context=512)
-    engine = build_engine(model, config=EngineConfig(k=0, max_batch=4, memory="1MiB", chunk=64))
+    engine = build_engine(model, config=EngineConfig(k=0, max_batch=4, cache_memory="1MiB", chunk=64))
     engine.scheduler._mixed_rows = lambda: 9  # type: ignore[method-assign]
     first = engine.add(Request(tuple(range(40)), SamplingParams(max_tokens=30)))
     engine.step()

@@ -57,7 +57,7 @@ def llm() -> LLM:
         draft=bundled.draft(),
         drafter_per_request=True,
         max_batch=12,
-        memory="5MiB",
+        cache_memory="5MiB",
         dtype="float32",
         threads=1,
     )
@@ -75,7 +75,7 @@ def table(context: int = 4096, **options: Any) -> LLM:
         TableModel(vocab=256, context=context),
         tokenizer=ByteTokenizer(),
         drafter_per_request=True,
-        memory="64MiB",
+        cache_memory="64MiB",
         **options,
     )
 
@@ -96,7 +96,7 @@ def slow(llm: LLM, seconds: float = 0.02) -> LLM:
 
 
 def test_a_completion_is_what_the_engine_writes(server: Running) -> None:
-    alone = LLM(bundled.target(), memory="12MiB", dtype="float32").generate(
+    alone = LLM(bundled.target(), cache_memory="12MiB", dtype="float32").generate(
         STORY, SamplingParams(max_tokens=20, logprobs=2)
     )[0]
     answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=20, temperature=0, logprobs=2, return_token_ids=True)
@@ -153,7 +153,9 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Running, more: dict[str, A
 def test_a_chat_goes_through_the_template(server: Running, llm: LLM) -> None:
     answer = server.post(CHAT, messages=HELLO, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2)
     wanted = llm.decode(
-        LLM(bundled.target(), memory="12MiB", dtype="float32").chat(HELLO, SamplingParams(max_tokens=12))[0].token_ids
+        LLM(bundled.target(), cache_memory="12MiB", dtype="float32")
+        .chat(HELLO, SamplingParams(max_tokens=12))[0]
+        .token_ids
     )
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": wanted, "refusal": None}

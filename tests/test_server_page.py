@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    llm = LLM(bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=8, memory="16MiB", threads=1)
+    llm = LLM(
+        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=8, cache_memory="16MiB", threads=1
+    )
     with serving(llm, shadow_audit=1.0) as running:
         yield running
 

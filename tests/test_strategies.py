@@ -91,7 +91,7 @@ def test_a_heads_pages_are_no_more_than_the_rectangles(checkpoint: Callable[...,
     model, head, prompts, params, expected = with_head(checkpoint("llama"), "eagle3")
     layers = len(model.layers) + len(head.layers)
     memory = 16 * 8 * layers * 2 * 2 * 16 * 4
-    engine = engine_of(model, draft=head, max_batch=4, page=8, memory=memory, strategy=strategy)
+    engine = engine_of(model, draft=head, max_batch=4, page=8, cache_memory=memory, strategy=strategy)
     pages = engine.layouts[1].tables  # type: ignore[attr-defined]
     assert pages.pool.pages == engine.tables.pool.pages == 16
     seqs = [engine.add(request) for request in requests_of(prompts, params, list(range(6)))]
@@ -276,7 +276,7 @@ def test_a_nan_ends_only_its_own_request() -> None:
 def test_memory_is_kept_to_when_rows_die() -> None:
     """Vacant rows go before a rectangle becomes larger than memory."""
     for strategy in DENSE:
-        engine, _ = engine_with(strategy, 6, max_batch=6, k=3, page=8, memory=16 * 8 * 2 * 4)
+        engine, _ = engine_with(strategy, 6, max_batch=6, k=3, page=8, cache_memory=16 * 8 * 2 * 4)
         while engine.busy:
             engine.step()
             for layout in engine.layouts:

@@ -20,7 +20,7 @@ from faircopy.testing import TableModel
 
 
 def test_eight_threads_get_the_texts_they_would_get_alone(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(checkpoint("llama"), draft="ngram", dtype="float32", memory="8MiB", max_batch=8)
+    llm = LLM(checkpoint("llama"), draft="ngram", dtype="float32", cache_memory="8MiB", max_batch=8)
     jobs = [
         ([n, n + 1, 7] * (1 + n % 5), SamplingParams(max_tokens=8 + n % 9, temperature=0.7 * (n % 2), seed=n))
         for n in range(40)
@@ -38,7 +38,7 @@ def test_eight_threads_get_the_texts_they_would_get_alone(checkpoint: Callable[.
 
 
 def test_requests_of_different_threads_share_a_batch() -> None:
-    llm = LLM(TableModel(), k=0, max_batch=8, memory="1MiB")
+    llm = LLM(TableModel(), k=0, max_batch=8, cache_memory="1MiB")
     barrier = threading.Barrier(4)
 
     def ask(n: int) -> None:
@@ -51,7 +51,7 @@ def test_requests_of_different_threads_share_a_batch() -> None:
 
 
 def test_a_failure_in_one_thread_leaves_the_others_alone() -> None:
-    llm = LLM(TableModel(), k=0, memory="1MiB")
+    llm = LLM(TableModel(), k=0, cache_memory="1MiB")
     wanted = llm.generate([[1, 2]], SamplingParams(max_tokens=60), progress=False)[0].token_ids
 
     def ask(n: int) -> list[int] | str:
@@ -87,11 +87,11 @@ def test_a_fair_lock_is_handed_over_in_order() -> None:
 
 def test_threads_are_chosen_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_chosen", None)
-    LLM(TableModel(), threads=2, memory="1MiB")
+    LLM(TableModel(), threads=2, cache_memory="1MiB")
     assert torch.get_num_threads() == 2
-    LLM(TableModel(), threads=2, memory="1MiB")
+    LLM(TableModel(), threads=2, cache_memory="1MiB")
     with pytest.raises(ConfigError, match=r"threads = 3: another LLM of this process uses 2"):
-        LLM(TableModel(), threads=3, memory="1MiB")
+        LLM(TableModel(), threads=3, cache_memory="1MiB")
     with pytest.raises(ConfigError, match="threads"):
         LLM(TableModel(), threads=0)
 

@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused(small: dict[str, str], source: str, change
 
 def figures(target: Any, draft: Any, prompts: list[Any], **options: Any) -> list[tuple[list[int], int, int]]:
     """Tokens, drafted and accepted per prompt, through the exact engine."""
-    llm = LLM(target, draft, k=3, dtype="float32", device="cpu", memory="64MiB", **options)
+    llm = LLM(target, draft, k=3, dtype="float32", device="cpu", cache_memory="64MiB", **options)
     answers = llm.generate(prompts, SamplingParams(max_tokens=32))
     return [(a.token_ids, a.drafted, a.accepted) for a in answers]
 

@@ -191,7 +191,8 @@ class _Audit:
         if plan.starved:
             crowd.sort(key=self._length, reverse=True)  # the two longest meet first
             each = [self._tight(n) for n in crowd]
-            options |= {"page": _PAGE, "prefix_reuse": False, "memory": self._little(plan, crowd, each)}
+            little = {"cache_memory": self._little(plan, crowd, each), "memory": None, "planned_tokens": None}
+            options |= {"page": _PAGE, "prefix_reuse": False, **little}
         answers: dict[int, Answer] = {}
         try:
             llm = self._llm(plan.draft, plan.k, **options)

@@ -23,6 +23,6 @@ class Pair:
 
 def load_pair(target: str, draft: str | None, **options: Any) -> Pair:
     """A target, and a draft model or head for it, loaded and checked by LLM; options are LLM's."""
-    llm = LLM(target, memory="64MiB", **options)
+    llm = LLM(target, cache_memory="64MiB", **options)
     _, small = load_draft(draft, llm.model, llm.tokenizer, llm.config)
     return Pair(llm.model, small, llm.encode)

@@ -38,6 +38,23 @@ def plot_lines(
     _finish(file, title, figure, axes)
 
 
+def plot_lengths(file: Path, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
+    """Draft tokens over batch sizes, both on logarithmic scales; 0 has a place too."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+    for (name, points), colour in zip(lines.items(), pyplot.cm.tab10.colors, strict=False):
+        axes.plot(*zip(*points, strict=True), label=name, marker="o", color=colour)
+    batches = sorted({batch for points in lines.values() for batch, _ in points})
+    axes.set(xlabel="batch size, sequences", ylabel="draft tokens per sequence", xscale="log", ylim=(0, None))
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_xticks(batches, batches)
+    axes.minorticks_off()
+    most = max(length for points in lines.values() for _, length in points)
+    ticks = [0, *(2**n for n in range(12) if 2 ** (n - 1) < most)]
+    axes.set_yticks(ticks, ticks)
+    _finish(file, title, figure, axes)
+
+
 def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, float]]) -> None:
     """A bar per strategy and batch, cut into phases."""
     pyplot = _pyplot()

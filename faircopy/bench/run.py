@@ -144,7 +144,7 @@ def make_engine(bench: Bench, case: Case, workload: Workload) -> Engine:
             "refill": case.refill,
             "prefix_reuse": False,
             "chunk": 1 << 20,
-            "memory": _memory(bench, case, workload),
+            "cache_memory": _memory(bench, case, workload),
             "device": bench.target.device.type,
             "graphs": case.steps != EAGER,
             "pack_rows": case.steps != PADDED,

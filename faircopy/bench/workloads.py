@@ -55,7 +55,7 @@ def retold(encode: Encode, tokens: int, context: int, count: int = 48, story: in
     The story is a held-out prompt and what the bundled target itself goes on to write (float32, greedy), so a model
     that writes the bundled target's text copies runs of it and leaves them again, as a summary does.
     """
-    llm = LLM(bundled.target(), dtype="float32", device="cpu", memory="512MiB")
+    llm = LLM(bundled.target(), dtype="float32", device="cpu", cache_memory="512MiB")
     prompts = bundled.prompts()[:count]
     answers = llm.generate(prompts, SamplingParams(max_tokens=story), progress=False)
     asked = [

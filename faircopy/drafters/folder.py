@@ -16,7 +16,7 @@ from faircopy.drafters.networks.clover2 import Clover2
 from faircopy.drafters.networks.eagle3 import Eagle3, options_for
 from faircopy.drafters.networks.medusa import Medusa
 from faircopy.errors import CheckpointError, ConfigError
-from faircopy.model.anatomy import anatomy, fingerprint, load_head_folder, save_head_folder
+from faircopy.model.anatomy import anatomy, fingerprint, head_settings, load_head_folder, save_head_folder
 from faircopy.model.base import Model, TokenWeights
 
 METHODS: dict[str, Callable[[HeadConfig], Head]] = {
@@ -58,24 +58,41 @@ def save_head(head: Head, folder: Path, **learned: Any) -> None:
     save_head_folder(folder, {"faircopy": "head", **asdict(config)}, head.state_dict())
 
 
-def load_head(path: str, target: Model) -> Head:
-    """A head for this very target, in its type and on its device; one for another target is refused."""
+def load_head(path: str, target: Model, levels: int | None = None) -> Head:
+    """A head for this very target, in its type and on its device; one for another target is refused.
+
+    levels: load no more than it needs to guess this many tokens ahead.
+    """
     raw, weights = load_head_folder(path)
-    try:
-        raw["shape"] = BlockShape(**raw["shape"])
-        raw.pop("faircopy", None)
-        config = HeadConfig(**raw)
-        make = METHODS[config.method]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError("draft", path, f"not a head we know ({error})", "train it again") from error
+    config, make = _head_config(path, raw, levels)
     if fingerprint(target.name) != config.fingerprint:
         raise ConfigError(
             "draft", path, f"a head for {config.target}, not for {target.name}", "train one with `faircopy train head`"
         )
     head = make(config)
+    kept = weights if levels is None else {name: weights[name] for name in head.state_dict() if name in weights}
     try:
-        head.load_state_dict(weights)
+        head.load_state_dict(kept)
     except RuntimeError as error:
         raise CheckpointError("draft", path, f"its weights do not fit ({error})", "train it again") from error
     head.name = path
     return head.to(target.device, target.dtype).bind(target.token_weights()).requires_grad_(False)
+
+
+def head_skeleton(path: str, levels: int | None = None) -> Head:
+    """A head without memory for its weights, from its config.json alone: for its sizes."""
+    config, make = _head_config(path, head_settings(path), levels)
+    with torch.device("meta"):
+        return make(config)
+
+
+def _head_config(
+    path: str, raw: dict[str, Any], levels: int | None = None
+) -> tuple[HeadConfig, Callable[[HeadConfig], Head]]:
+    try:
+        known = {**raw, "shape": BlockShape(**raw["shape"])}
+        known.pop("faircopy", None)
+        config = HeadConfig(**known)
+        return replace(config, levels=min(config.levels, levels or config.levels)), METHODS[config.method]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError("draft", path, f"not a head we know ({error})", "train it again") from error

@@ -141,16 +141,26 @@ def best_shape(table: list[list[float]], size: int) -> list[tuple[int, int]]:
 
     Best first, parents before children, so that its beginning is the best smaller tree.
     """
-    shape: list[tuple[int, int]] = []
+    return [(parent, rank) for parent, rank, _ in _best_nodes(table, size)]
+
+
+def node_values(table: list[list[float]], size: int) -> list[float]:
+    """How likely each node of `best_shape` is right, its parents included: their sum is expected to be accepted."""
+    return [value for _, _, value in _best_nodes(table, size)]
+
+
+def _best_nodes(table: list[list[float]], size: int) -> list[tuple[int, int, float]]:
+    """(parent, rank, how likely the path is right) of the best nodes, best first."""
+    found: list[tuple[int, int, float]] = []
     heap = [(-table[0][0], 0, -1, 0, 1.0)]  # value, level, parent, rank, value of the parent
-    while heap and len(shape) < size:
+    while heap and len(found) < size:
         value, level, parent, rank, above = heapq.heappop(heap)
-        shape.append((parent, rank))
+        found.append((parent, rank, -value))
         if rank + 1 < len(table[level]):
             heapq.heappush(heap, (-above * table[level][rank + 1], level, parent, rank + 1, above))
         if level + 1 < len(table):
-            heapq.heappush(heap, (value * table[level + 1][0], level + 1, len(shape) - 1, 0, -value))
-    return shape
+            heapq.heappush(heap, (value * table[level + 1][0], level + 1, len(found) - 1, 0, -value))
+    return found
 
 
 def _levels(shape: list[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:

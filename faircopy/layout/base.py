@@ -102,5 +102,10 @@ class Cached(Protocol):
 
 def kv_bytes_per_token(model: Cached) -> int:
     """Bytes of keys and values that one token keeps in all layers."""
-    size = cache_dtype(model.layers, model.dtype, model.device).itemsize
-    return sum(2 * layer.kv_heads * layer.head_dim * size for layer in model.layers)
+    return kv_bytes(model.layers, model.dtype, model.device)
+
+
+def kv_bytes(layers: Seq[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
+    """The same, of these layers."""
+    size = cache_dtype(layers, dtype, device).itemsize
+    return sum(2 * layer.kv_heads * layer.head_dim * size for layer in layers)

@@ -101,7 +101,7 @@ def file_states(path: str) -> tuple[tuple[str, int, int], ...]:
 def is_head(path: str) -> bool:
     """Whether a folder holds a draft head of ours."""
     file = Path(path).expanduser() / CONFIG
-    return file.is_file() and "method" in read_json(file)
+    return file.is_file() and "method" in head_settings(path)
 
 
 def save_head_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -117,12 +117,17 @@ def save_head_folder(folder: Path, config: dict[str, Any], weights: dict[str, Te
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
+def head_settings(path: str) -> dict[str, Any]:
+    """What a head's config.json says."""
+    return read_json(Path(path).expanduser() / CONFIG)
+
+
 def load_head_folder(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(path).expanduser()
     try:
-        return read_json(folder / CONFIG), load_file(folder / WEIGHTS)
+        return head_settings(path), load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise CheckpointError("draft", path, f"cannot be loaded ({error})", "train or fetch the head again") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,33 @@ class TokenWeights:
     rows: Tensor
     bias: Tensor | None = None  # [V]
     divisor: float = 1.0  # logits are divided by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model's sizes, which its configuration alone tells."""
+
+    name: str
+    backend: Literal["decoder", "transformers"]  # our decoder, or transformers' own modules
+    dtype: torch.dtype
+    parameters: int  # a shared embedding counts once
+    read: int  # of them, how many a pass multiplies with: a lookup in the embedding is none
+    vocab: int
+    context: int
+    hidden: int
+    intermediate: int
+    heads: int
+    head_dim: int
+    layers: tuple[LayerShape, ...]
+    tied: bool  # the output layer shares the embedding
+    qk_norm: bool = False
+    experts: int = 0  # numbers of all experts; a CPU keeps them packed and as they were read
+
+    @property
+    def qkv(self) -> int:
+        """Numbers of queries, keys and values that one row has in a layer."""
+        keys = max((layer.kv_heads * layer.head_dim for layer in self.layers), default=0)
+        return self.heads * self.head_dim + 2 * keys
 
 
 class Model(Protocol):

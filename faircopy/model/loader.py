@@ -51,7 +51,8 @@ def find_checkpoint(path: str) -> Path:
         ) from error
 
 
-def load_config(folder: Path) -> Any:
+def load_config(folder: Path | str) -> Any:
+    """The configuration in a folder, or of a hub id: no other file is needed."""
     from transformers import AutoConfig
 
     try:
@@ -121,10 +122,7 @@ def _fused_decoder(source: Source, device: torch.device) -> DenseModel | None:
 
 def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
     """Every tensor the stock model has must be there, in its shape: a skeleton without memory tells which."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config).state_dict()
+    skeleton = stock_skeleton(config).state_dict()
     if config.tie_word_embeddings:
         skeleton.pop("lm_head.weight", None)
     for tensor, like in skeleton.items():
@@ -132,6 +130,14 @@ def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
         if shape != tuple(like.shape):
             problem = "is missing" if shape is None else f"has shape {shape}, not {tuple(like.shape)}"
             raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
+
+
+def stock_skeleton(config: Any) -> Any:
+    """The stock model of a configuration without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:

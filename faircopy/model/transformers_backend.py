@@ -99,6 +99,10 @@ class TransformersModel:
         packed = 0 if self._mode is None else self._mode.nbytes
         return packed + sum(int(p.untyped_storage().nbytes()) for p in self._model.parameters())
 
+    @property
+    def config(self) -> Any:
+        return self._model.config.get_text_config()
+
     def token_weights(self) -> TokenWeights:
         """Embedding and head; rows that only a product keeps are taken out of it."""
         known = stock_token_weights(self._model)

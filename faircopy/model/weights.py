@@ -12,6 +12,7 @@ from torch import Tensor
 
 from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product
+from faircopy.kernels.memory import give_back_free_memory
 from faircopy.kernels.rope import rope_table
 from faircopy.layout.base import LayerShape
 from faircopy.model.base import Model, TokenWeights
@@ -56,6 +57,7 @@ class Spec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    intermediate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,10 @@ class Weights(Generic[P]):
         embedding = self._need("model.embed_tokens.weight")
         self.device = embedding.device
         self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
-        self.layers = [self._layer(i) for i in range(len(self.spec.windows))]
+        self.layers: list[LayerWeights[P]] = []
+        for i in range(len(self.spec.windows)):
+            self.layers.append(self._layer(i))
+            give_back_free_memory()  # of the weights as they were read, which else lies unused between packed ones
         self.norm = self._norm_weight("model.norm.weight")
         own = source.tensors("lm_head.weight")
         head = embedding if own is None else own
@@ -221,6 +226,7 @@ def decoder_spec(config: Any, frequencies: Tensor, rope_factor: float) -> Spec:
         embedding_multiplier=getattr(config, "embedding_multiplier", dtype_scale),
         residual_multiplier=getattr(config, "residual_multiplier", 1.0),
         logits_divisor=getattr(config, "logits_scaling", 1.0),
+        intermediate=config.intermediate_size,
     )
 
 

@@ -38,9 +38,9 @@ def demo(target: str, draft: str | None, prompts: list[str], k: int, max_tokens:
     torch.set_num_threads(1)  # small models gain nothing from a second one, and lose much on a busy machine
     params = SamplingParams(max_tokens=max_tokens)
     with console.status("loading models"):
-        ways = {"plain": LLM(target, memory="512MiB")}
+        ways = {"plain": LLM(target, cache_memory="512MiB")}
         if draft is not None:
-            ways[f"speculative, k = {k}"] = LLM(target, draft=draft, k=k, memory="512MiB")
+            ways[f"speculative, k = {k}"] = LLM(target, draft=draft, k=k, cache_memory="512MiB")
     watch([*ways.values()][-1], prompts, params, console)
     with console.status("measuring"):
         rows = [measure(llm, name, part, params) for part in (prompts[:1], prompts) for name, llm in ways.items()]

@@ -52,6 +52,13 @@ class PackedWeight:
         return self._weight.nbytes + self._bias.nbytes
 
 
+def packed_bytes(outputs: int, inner: int, itemsize: int) -> int:
+    """Memory of a PackedWeight of this shape; of the weight itself where this processor has no kernels."""
+    known = processor()
+    columns = 1 if known is None else 2 * known.lanes
+    return -(-outputs // columns) * columns * (inner * itemsize + (0 if known is None else 4))
+
+
 def fits(weight: Tensor, activation: str | None = None) -> bool:
     """Whether there is a kernel for this weight, and this activation of gate times up, on this processor."""
     known = processor()

@@ -1,0 +1,72 @@
+"""What passes allocate besides weights and cache, from a model's sizes: one function per way a model runs.
+
+Each follows the tensors that live at the same time in the code it names; change them together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from faircopy.kernels.gpu.tables import default_split
+from faircopy.model.base import ModelShape
+
+FEW = 64  # rows up to which the fused decoder's products leave their spans of K to the reader
+PROGRAMS = 264  # attention programs that fill a large GPU; fewer share a tile's key blocks and keep partial results
+PARTS_LIMIT = 256 << 20  # bytes of partial results at most (kernels/gpu/attention.py)
+KEY_BLOCK = 128  # tokens
+
+
+def activation_bytes(shape: ModelShape, rows: int, device: torch.device) -> int:
+    """Peak bytes of the layers of one pass over this many rows, before its logits."""
+    if shape.backend == "transformers":
+        return rows * shape.dtype.itemsize * _stock_numbers(shape)
+    return _fused(shape, rows) if device.type == "cuda" else rows * _eager(shape)
+
+
+def head_layer_bytes(target: ModelShape, inputs: int, rows: int) -> int:
+    """Of a draft head that reads this many numbers per row with a decoder layer of its own, as wide as the target's."""
+    return rows * target.dtype.itemsize * (inputs + _stock_numbers(target))
+
+
+def logits_bytes(shape: ModelShape, rows: int) -> int:
+    """The logits of this many rows, and the states they are made from."""
+    return rows * (shape.vocab + 2 * shape.hidden) * shape.dtype.itemsize
+
+
+def partial_attention_bytes(shape: ModelShape, seqs: int, rows: int, context: int) -> int:
+    """On a GPU: results of key blocks that several programs compute side by side (kernels/gpu/attention.py)."""
+    keys = max((layer.kv_heads for layer in shape.layers), default=0)
+    size = 4 * rows * shape.heads * -(-context // KEY_BLOCK) * (shape.head_dim + 2)
+    return size if seqs * keys < PROGRAMS and size <= PARTS_LIMIT else 0
+
+
+def _eager(shape: ModelShape) -> int:
+    """model/decoder.py, per row: torch normalises 16-bit numbers in two float32 copies; rotating needs two copies."""
+    size, rotated = shape.dtype.itemsize, (shape.qkv + shape.heads * shape.head_dim) // 2
+    in_float = 8 if size == 2 else 0
+    norm = 2 * shape.hidden * size + in_float * shape.hidden
+    heads = max((2 + shape.qk_norm) * rotated * size, in_float * rotated if shape.qk_norm else 0)
+    attention = (shape.hidden + shape.qkv + shape.head_dim) * size + heads
+    return max(norm, attention, (2 * shape.hidden + shape.intermediate) * size)
+
+
+def _stock_numbers(shape: ModelShape) -> int:
+    """model/transformers_backend.py, per row: stock modules hold gate, up and their product apart."""
+    attention = 2 * shape.hidden + 3 * shape.qkv
+    return max(attention, 3 * shape.hidden + 3 * shape.intermediate)
+
+
+def _fused(shape: ModelShape, rows: int) -> int:
+    """model/fused.py: the residual, its norm, attention's output and the sums before it live on through the MLP."""
+    size, inner = shape.dtype.itemsize, shape.heads * shape.head_dim
+    qkv, out = _product(shape.qkv, shape.hidden, rows, size), _product(shape.hidden, inner, rows, size)
+    down = _product(shape.hidden, shape.intermediate, rows, size)
+    attention = 2 * shape.hidden * size + down + 3 * inner * size + qkv
+    mlp = (2 * shape.hidden + inner + shape.intermediate) * size + out + down
+    return rows * max(attention, mlp)
+
+
+def _product(outputs: int, inner: int, rows: int, itemsize: int) -> int:
+    """Bytes per row of a product: finished, or float32 spans for the reader to add (kernels/gpu/linear.py)."""
+    spans = default_split(outputs, inner) if itemsize == 4 or rows <= FEW else 1
+    return outputs * (itemsize if spans == 1 else 4 * spans)

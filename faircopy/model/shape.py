@@ -1,0 +1,92 @@
+"""A model's sizes from its configuration, before a weight is read, or from the loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faircopy.layout.base import LayerShape
+from faircopy.model.base import Model, ModelShape
+from faircopy.model.loader import checkpoint_dtype, fits_decoder, load_config, native_dtype, stock_skeleton
+from faircopy.model.transformers_backend import TransformersModel, context_length
+from faircopy.model.weights import head_size
+
+
+def shape_of_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device) -> ModelShape:
+    """From the config.json of a folder or a hub id; dtype None: as `load_model` chooses it on this device."""
+    folder = Path(path).expanduser()
+    config = load_config(folder if folder.exists() else path)
+    return shape_of_config(config, dtype or native_dtype(checkpoint_dtype(config), device), path)
+
+
+def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelShape:
+    """From a transformers configuration."""
+    skeleton = stock_skeleton(config)
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    embedding = skeleton.get_input_embeddings().weight.numel()
+    experts = sum(p.numel() for name, p in skeleton.named_parameters() if ".experts." in name)
+    tied = bool(config.tie_word_embeddings)
+    return ModelShape(
+        name=name or config.model_type,
+        backend="decoder" if fits_decoder(config) else "transformers",
+        dtype=dtype,
+        parameters=parameters,
+        read=parameters - (0 if tied else embedding) - int(experts * _idle_share(config)),
+        vocab=config.vocab_size,
+        context=context_length(config),
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads=config.num_attention_heads,
+        head_dim=head_size(config),
+        layers=_layers(config),
+        tied=tied,
+        experts=experts,
+        qk_norm=any(name.endswith("q_norm.weight") for name, _ in skeleton.named_parameters()),
+    )
+
+
+def shape_of_model(model: Model) -> ModelShape:
+    """From a loaded model. Of a class we do not know only weights, vocabulary, keys and values are known."""
+    if isinstance(model, TransformersModel):
+        return shape_of_config(model.config, model.dtype, model.name)
+    weights = getattr(model, "weights", None)
+    spec, itemsize = getattr(weights, "spec", None), model.dtype.itemsize
+    parameters = model.weight_bytes // itemsize
+    read = parameters if weights is None else (weights.layer_bytes + weights.head_bytes) // itemsize
+    return ModelShape(
+        name=model.name,
+        backend="decoder",
+        dtype=model.dtype,
+        parameters=parameters,
+        read=read,
+        vocab=model.vocab,
+        context=model.context,
+        hidden=0 if spec is None else spec.hidden,
+        intermediate=0 if spec is None else spec.intermediate,
+        heads=0 if spec is None else spec.heads,
+        head_dim=0 if spec is None else spec.head_dim,
+        layers=tuple(model.layers),
+        tied=read == parameters,
+        qk_norm=weights is not None and weights.layers[0].qk_norm is not None,
+    )
+
+
+def _layers(config: Any) -> tuple[LayerShape, ...]:
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    width = max(head_size(config), getattr(config, "v_head_dim", None) or 0, _latent_head(config))
+    return (LayerShape(keys, width, 0, heads // keys),) * int(config.num_hidden_layers)
+
+
+def _latent_head(config: Any) -> int:
+    """Keys of a head that joins a part with rope and one without (DeepSeek)."""
+    return (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
+
+
+def _idle_share(config: Any) -> float:
+    """Of the experts, how many a token is not sent to."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    count = next((number for name in names if (number := getattr(config, name, None))), 1)
+    return 1.0 - (getattr(config, "num_experts_per_tok", None) or count) / count

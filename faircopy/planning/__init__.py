@@ -1,0 +1,1 @@
+"""What fits into memory and what pays, decided before a weight is read."""
