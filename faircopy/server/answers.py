@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from faircopy.server.protocol import ChatRequest, CompletionRequest, Sampling
-from faircopy.server.reading import Asked
+from faircopy.server.reading import Asked, wants_logprobs
 from faircopy.server.service import Job, Service
 from faircopy.server.tools import ToolReader
 from faircopy.server.writing import (
@@ -71,7 +71,8 @@ class Writer:
 
     async def events(self, job: Job, fail: Callable[[Exception], Json]) -> AsyncIterator[bytes]:
         """Server-sent events; an error becomes the last one. fail: an error as a body."""
-        head = self._head(self.shape.chunk_kind)
+        head, options = self._head(self.shape.chunk_kind), self.body.stream_options
+        running_usage = options is not None and bool(options.continuous_usage_stats)
         try:
             for choice in self.choices:
                 opening = self.shape.opening(choice)
@@ -81,8 +82,8 @@ class Writer:
                 for index, updates in news.items():
                     choice = self.choices[index]
                     piece = choice.take(updates)
-                    yield event({**head, "choices": [self.shape.delta(choice, piece)]})
-            options = self.body.stream_options
+                    delta = self.shape.delta(choice, piece)
+                    yield event({**head, "choices": [delta], **(self._usage() if running_usage else {})})
             if options is not None and options.include_usage:
                 yield event({**head, "choices": [], **self._counts()})
         except Exception as error:
@@ -98,8 +99,11 @@ class Writer:
             "system_fingerprint": self.fingerprint,
         }
 
+    def _usage(self) -> Json:
+        return {"usage": usage(self.asked.prompts, self.choices, count_output=not nothing_wanted(self.body))}
+
     def _counts(self) -> Json:
-        found: Json = {"usage": usage(self.asked.prompts, self.choices)}
+        found = self._usage()
         k = self.choices[0].request.k
         counts = [choice.counts for choice in self.choices]
         default = self.service.llm.config.k
@@ -107,6 +111,11 @@ class Writer:
         if metrics is not None:
             found["metrics"] = {"speculative_decoding": metrics}
         return found
+
+
+def nothing_wanted(body: Sampling) -> bool:
+    """Whether only the prompt is asked about; the engine writes one token at least."""
+    return isinstance(body, CompletionRequest) and body.max_tokens == 0
 
 
 def event(body: Json) -> bytes:
@@ -133,7 +142,7 @@ class CompletionShape:
 
     def _written(self, choice: Choice, piece: Piece, first: bool) -> Json:
         echo = self._body.echo and first
-        nothing = self._body.max_tokens == 0  # the engine writes one token at least
+        nothing = nothing_wanted(self._body)
         text = "" if nothing else piece.text
         written: Json = {
             "index": choice.index,
@@ -202,7 +211,7 @@ class ChatShape:
     def _extras(self, choice: Choice, piece: Piece) -> Json:
         best = self._body.top_logprobs or 0
         found: Json = {"logprobs": None, "seed": choice.request.seed}
-        if self._body.logprobs:
+        if wants_logprobs(self._body):
             found["logprobs"] = chat_logprobs(self._names, piece.tokens, piece.logprobs, best)
         if self._body.return_token_ids:
             found["token_ids"] = list(piece.tokens)

@@ -33,6 +33,7 @@ from faircopy.server.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from faircopy.server.reading import Asked, Reader
 from faircopy.server.service import Job, Service
 from faircopy.server.settings import ServerConfig
+from faircopy.server.specification import specification
 from faircopy.server.tools import ToolReader
 from faircopy.server.tracing import traced
 from faircopy.server.writing import TokenNames
@@ -72,7 +73,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
     if config.cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.cors), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, keys=config.api_keys, max_body=config.max_body, metrics=service.metrics)
-    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    app.openapi = lambda: specification(app, service)  # type: ignore[method-assign]
     return app
 
 
@@ -245,17 +246,6 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(FaircopyError, ours)
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, invalid)
-
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """openapi.json, without the status for invalid bodies that FastAPI assumes: ours is 400."""
-    if app.openapi_schema is None:
-        schema: dict[str, Any] = FastAPI.openapi(app)
-        for methods in schema["paths"].values():
-            for operation in methods.values():
-                operation["responses"].pop("422", None)
-        app.openapi_schema = schema
-    return app.openapi_schema
 
 
 def _fingerprint(llm: LLM) -> str:

@@ -57,9 +57,11 @@ def invalid_body(errors: list[Any]) -> ApiError:
         return ApiError(
             400, f"body: not JSON ({first.get('ctx', {}).get('error', 'cannot be read')})", code="invalid_json"
         )
+    if first["type"] == "unknown_field":
+        names.append(first["ctx"]["field"])
     param = names[0] if names else None
     where = ".".join(names) or "body"
-    given = "" if first["type"] == "missing" else f" = {_short(first.get('input'))}"
+    given = "" if first["type"] in ("missing", "unknown_field") else f" = {_short(first.get('input'))}"
     return ApiError(400, f"{where}{given}: {first['msg']}", param=param, code="invalid_value")
 
 
