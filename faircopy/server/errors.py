@@ -51,8 +51,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 def invalid_body(errors: list[Any]) -> ApiError:
     """One error for what pydantic found: the first problem of the field that the client most likely meant."""
-    first = max(errors, key=lambda error: (error["type"] == "json_invalid", len(error["loc"])))
-    names = [str(part) for part in first["loc"] if part != "body"]
+    first = max(errors, key=lambda error: (error["type"] in ("json_invalid", "unknown_field"), len(error["loc"])))
+    names = [str(part) for part in first["loc"][1:] if _is_place(str(part))]
     if first["type"] == "json_invalid":
         return ApiError(
             400, f"body: not JSON ({first.get('ctx', {}).get('error', 'cannot be read')})", code="invalid_json"
@@ -63,6 +63,11 @@ def invalid_body(errors: list[Any]) -> ApiError:
     where = ".".join(names) or "body"
     given = "" if first["type"] in ("missing", "unknown_field") else f" = {_short(first.get('input'))}"
     return ApiError(400, f"{where}{given}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _is_place(part: str) -> bool:
+    """Whether a part of pydantic's path is a field or an index, and not one of the types that a field may have."""
+    return part.isdigit() or (part.isidentifier() and part.islower() and part not in ("bool", "str", "int"))
 
 
 def _short(value: Any) -> str:
