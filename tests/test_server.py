@@ -359,7 +359,8 @@ def test_other_refusals_have_the_same_shape(server: Running) -> None:
         for _ in range(40):
             yield b" " * 1000
 
-    assert server.http.post(COMPLETIONS, content=pieces()).status_code == 413  # sent without its length
+    unknown_length = server.http.post(COMPLETIONS, content=pieces())
+    assert unknown_length.status_code == 413 and unknown_length.json()["error"]["code"] == "body_too_large"
     nested = server.http.post(COMPLETIONS, content=b"[" * 9000, headers={"content-type": "application/json"})
     assert nested.status_code == 400
 
@@ -748,6 +749,7 @@ def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest
     monkeypatch.setattr(tracing.trace, "get_tracer", lambda name: provider.get_tracer(name))
     with serving(table()) as server:
         server.post(COMPLETIONS, prompt="a secret", max_tokens=3)
-    span = spans.get_finished_spans()[0]
-    assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == 3
-    assert "secret" not in span.to_json()
+        server.events(COMPLETIONS, prompt="a secret", max_tokens=5)
+    for span, tokens in zip(spans.get_finished_spans(), (3, 5), strict=True):
+        assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == tokens
+        assert "secret" not in span.to_json()

@@ -83,7 +83,7 @@ class Writer:
                     choice = self.choices[index]
                     piece = choice.take(updates)
                     delta = self.shape.delta(choice, piece)
-                    yield event({**head, "choices": [delta], **(self._usage() if running_usage else {})})
+                    yield event({**head, "choices": [delta], **({"usage": self.usage()} if running_usage else {})})
             if options is not None and options.include_usage:
                 yield event({**head, "choices": [], **self._counts()})
         except Exception as error:
@@ -99,11 +99,12 @@ class Writer:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _usage(self) -> Json:
-        return {"usage": usage(self.asked.prompts, self.choices, count_output=not nothing_wanted(self.body))}
+    def usage(self) -> Json:
+        """The tokens so far."""
+        return usage(self.asked.prompts, self.choices, count_output=not nothing_wanted(self.body))
 
     def _counts(self) -> Json:
-        found = self._usage()
+        found: Json = {"usage": self.usage()}
         k = self.choices[0].request.k
         counts = [choice.counts for choice in self.choices]
         default = self.service.llm.config.k

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractContextManager
 from importlib.resources import files
 from typing import Any
 
@@ -28,6 +29,7 @@ from faircopy.server import protocol
 from faircopy.server.answers import ChatShape, CompletionShape, Shape, Writer
 from faircopy.server.errors import ApiError, as_api_error, error_body, invalid_body
 from faircopy.server.live import live_state
+from faircopy.server.metrics import Metrics
 from faircopy.server.middleware import Gate, request_id
 from faircopy.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from faircopy.server.reading import Asked, Reader
@@ -58,7 +60,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
     """The application for a model; its engine's thread starts and ends with it."""
     config = config or ServerConfig()
     name = config.name or llm.model.name.rstrip("/").rpartition("/")[2]
-    service = Service(llm, config, name)
+    service = Service(llm, config, name, Metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -163,12 +165,12 @@ class _Routes:
         number = request_id(request)
         writer = Writer(self._service, body, asked, shape, f"{prefix}-{number}", self._fingerprint)
         job = self._service.job(asked.requests, body.timeout)
+        span = traced(request.url.path, self._service.name, asked.requests[0], writer.usage)
         if body.stream:
-            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()))
-        with traced(request.url.path, self._service.name, asked.requests[0]) as span:
+            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()), span)
+        with span:
             async with job:
                 answer = await _unless_gone(request, writer.whole(job))
-            span(answer["usage"])
         return as_json(answer)
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -189,13 +191,14 @@ class _Routes:
 class JobStream(StreamingResponse):
     """The events of a job; it begins with the answer and ends with it, however that ends."""
 
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, job: Job, events: AsyncIterator[bytes], span: AbstractContextManager[None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._job = job
+        self._job, self._span = job, span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._job:
-            await super().__call__(scope, receive, send)
+        with self._span:
+            async with self._job:
+                await super().__call__(scope, receive, send)
 
 
 async def _unless_gone(request: Request, whole: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
@@ -226,7 +229,7 @@ def _answer_errors(app: FastAPI) -> None:
     """Errors of any kind in OpenAI's shape."""
 
     async def known(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for these"
+        assert isinstance(error, ApiError | HTTPException), "registered for these"
         body = error.body() if isinstance(error, ApiError) else error_body(error.status_code, str(error.detail))
         answer = as_json(body, error.status_code)
         answer.headers.update(error.headers or {})
@@ -244,6 +247,7 @@ def _answer_errors(app: FastAPI) -> None:
         return await known(request, told)
 
     app.add_exception_handler(FaircopyError, ours)
+    app.add_exception_handler(ApiError, known)
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, invalid)
 

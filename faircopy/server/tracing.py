@@ -32,18 +32,18 @@ def set_up() -> bool:
 
 
 @contextlib.contextmanager
-def traced(path: str, model: str, request: Request) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A span around a request, with the attributes of the convention for generative models; takes the usage."""
+def traced(path: str, model: str, request: Request, usage: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """A span around a request, with the attributes of the convention for generative models. usage: asked at the end."""
     if trace is None:
-        yield lambda usage: None
+        yield
         return
     with trace.get_tracer("faircopy").start_as_current_span(path) as span:
         span.set_attribute("gen_ai.request.model", model)
         span.set_attribute("gen_ai.request.temperature", request.params.temperature)
         span.set_attribute("gen_ai.request.top_p", request.params.top_p)
-
-        def finish(usage: dict[str, Any]) -> None:
-            span.set_attribute("gen_ai.usage.input_tokens", usage["prompt_tokens"])
-            span.set_attribute("gen_ai.usage.output_tokens", usage["completion_tokens"])
-
-        yield finish
+        try:
+            yield
+        finally:
+            found = usage()
+            span.set_attribute("gen_ai.usage.input_tokens", found["prompt_tokens"])
+            span.set_attribute("gen_ai.usage.output_tokens", found["completion_tokens"])
