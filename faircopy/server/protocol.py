@@ -149,6 +149,8 @@ class StructuredOutputs(Body):
     grammar: Lark | None = None
 
 
+_OR_GREEDY: dict[str, Any] = {"anyOf": [{"const": 0}, {"minimum": 1e-4}]}
+Temperature = Annotated[float, Field(ge=0, le=1e4, json_schema_extra=_OR_GREEDY)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
@@ -156,7 +158,7 @@ class Sampling(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = Field(None, description="The served model's name; checked if given.")
-    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = 1.0
+    temperature: Temperature | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31), WHOLE] | None = Field(0, description="0 or -1: all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
