@@ -52,10 +52,18 @@ class Engine:
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
 
     def warm_up(self, k: int) -> None:
-        """On a GPU, capture all graphs now, so that no request waits for one."""
-        for passes in (self.target.passes, self.drafter.passes):
-            if passes is not None:
-                passes.warm()
+        """On a GPU, compile all kernels and capture all graphs now, so that no request waits for one."""
+        made = [passes for passes in (self.target.passes, self.drafter.passes) if passes is not None]
+        if made and self.target.model.device.type == "cuda":
+            from faircopy.kernels.gpu.launch import compiled_ahead
+
+            with compiled_ahead():
+                for passes in made:
+                    passes.rehearse()
+                if self.captured is not None:
+                    self.captured.rehearse(k)
+        for passes in made:
+            passes.warm()
         if self.captured is not None:
             self.captured.warm(k)
 
@@ -108,7 +116,8 @@ class Engine:
 
     def _eager_step(self, plan: StepPlan) -> list[Output]:
         batch, begin = plan.batch, time.perf_counter()
-        draft = self.drafter.propose(batch)  # may be empty, may be wrong
+        ask = self.drafter.read if plan.before_capture else self.drafter.propose
+        draft = ask(batch)  # may be empty, may be wrong
         check_draft(draft, batch, self.target.model.vocab)
         draft = permitted(draft, batch)
         result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from faircopy import rng
+from faircopy.kernels.available import gpu_module
 from faircopy.kernels.filters import Filter, exclude
-from faircopy.kernels.gumbel import argmax, gumbel_argmax
+from faircopy.kernels.gumbel import BROKEN, gumbel_argmax
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
 MOST_ON_DEVICE = 20  # log probabilities of a row that a GPU finds by itself
@@ -42,18 +44,48 @@ class SamplingRow:
         return rng.key(self.seq.seed, self.position)
 
 
-def choose(logits: Tensor, rows: Seq[SamplingRow]) -> list[int]:
-    """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id."""
-    if all(row.seq.params.greedy and not row.seq.adjusts for row in rows):
-        return argmax(logits).tolist()
-    scores = adjusted(logits, rows)
-    chosen = argmax(scores)
+def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list[int]:
+    """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id.
+
+    BROKEN in a row with NaN or infinity. Minus infinity excludes a token, unless strict.
+    """
+    adjusts = any(row.seq.adjusts for row in rows)
+    scores = adjusted(logits, rows) if adjusts else logits
+    kernel = gpu_module("pick", logits.device)
+    if kernel is None:
+        chosen: Tensor = _choose(scores.float(), rows)
+    else:  # captured steps choose with it too, and both must draw the same noise to the bit
+        chosen = kernel.pick_rows(scores, *_drawing(rows), strict=strict and not adjusts)
+        if not (strict and adjusts):
+            return chosen.tolist()
+    return torch.where(_broken(logits, strict), BROKEN, chosen).tolist()
+
+
+def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    chosen = scores.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if drawn:
         drawing = [rows[i] for i in drawn]
-        keys = torch.tensor([rng.signed(row.key) for row in drawing], device=logits.device)
+        keys = torch.tensor([rng.signed(row.key) for row in drawing], device=scores.device)
         chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
-    return chosen.tolist()
+    return chosen
+
+
+def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filter]]:
+    """Temperatures, noise keys and filters of rows; greedy ones have none."""
+    params = [row.seq.params for row in rows]
+    return (
+        [0.0 if one.greedy else one.temperature for one in params],
+        [0 if row.seq.params.greedy else rng.signed(row.key) for row in rows],
+        [Filter() if one.greedy else row_filter(one) for one in params],
+    )
+
+
+def _broken(logits: Tensor, strict: bool) -> Tensor:
+    """Which rows have NaN, infinity, or with `strict` minus infinity."""
+    least, most = logits.aminmax(dim=-1)
+    sound = most < torch.inf
+    return ~(sound & (least > -torch.inf)) if strict else ~sound
 
 
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -114,7 +146,10 @@ def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def row_filter(params: SamplingParams) -> Filter:
     """The filters of a request that draws."""
-    return Filter.of(params.temperature, params.top_k, params.top_p, params.min_p)
+    return _filter(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+_filter = lru_cache(1024)(Filter.of)
 
 
 def _adjust(scores: Tensor, row: SamplingRow) -> None:

@@ -11,6 +11,7 @@ from faircopy.draft_length import DraftLengths
 from faircopy.policy import Policy
 from faircopy.types import Batch, Decision, FinishedStep, FinishReason, Output, Sequence, StepPlan
 
+LEAST_SHARE = 4  # prompts get at least one in this many rows of a step, however many the running texts need
 LOGPROBS_CHUNK = 512  # prompt tokens fed at once if every row's logits are wanted
 
 
@@ -34,8 +35,11 @@ class CaptureRule(Protocol):
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step."""
 
-    def before_capture(self, batch: Batch) -> Batch:
-        """The same batch as an eager step, perhaps with fewer draft nodes."""
+    def eager_nodes(self, k: int) -> int:
+        """Draft nodes per sequence of an eager step, of k that are wanted, while captured steps follow."""
+
+    def follows(self, batch: Batch) -> bool:
+        """Whether captured steps follow once this batch has been read."""
 
 
 class Scheduler:
@@ -142,14 +146,22 @@ class Scheduler:
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
         if not self._capture.takes(batch):
-            return StepPlan(self._capture.before_capture(batch))
+            return self._before_capture(batch, self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
         k = max(wanted[seq] for seq in batch.seqs)
         return StepPlan(batch, True, self._capture.nodes_for(min(k, self._capture.max_nodes)))
 
+    @staticmethod
+    def _before_capture(batch: Batch, capture: CaptureRule) -> StepPlan:
+        """A batch as an eager step: if captured steps follow and drafting is expensive, with fewer draft nodes."""
+        if not capture.follows(batch):
+            return StepPlan(batch)
+        max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
+        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes), before_capture=True)
+
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch, before, chunk = Batch([], [], []), self.preemptions, self._prompt_chunk(candidates)
+        batch, before, chunk = Batch([], [], []), self.preemptions, self._prompt_chunk(candidates, lengths)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)
@@ -161,12 +173,20 @@ class Scheduler:
                 chunk -= used
         return batch
 
-    def _prompt_chunk(self, candidates: list[Sequence]) -> int:
-        """Prompt tokens of this step at most: fewer if texts go on in it, whose rows count too."""
-        going_on = [seq for seq in candidates if seq in self._running and len(seq.tokens) - self._cached(seq) == 1]
-        if not going_on or self._mixed_rows is None:
+    def _prompt_chunk(self, candidates: list[Sequence], lengths: list[int]) -> int:
+        """Prompt tokens of this step at most: fewer if texts go on in it, whose tokens and nodes are rows too."""
+        nodes = lengths if self._capture is None else [self._capture.eager_nodes(length) for length in lengths]
+        goes_on = [seq in self._running and len(seq.tokens) - self._cached(seq) == 1 for seq in candidates]
+        if self._mixed_rows is None or not any(goes_on):
             return self._chunk
-        return max(1, min(self._chunk, self._mixed_rows() - len(going_on)))
+        bound = self._mixed_rows()
+        left = bound - sum(1 + count for count, on in zip(nodes, goes_on, strict=True) if on)
+        read = 0
+        for seq, count, on in zip(candidates, nodes, goes_on, strict=True):
+            if not on and read < left:  # a prompt that ends in this step gets nodes too
+                read += len(seq.tokens)
+                left -= count
+        return max(1, min(self._chunk, max(left, bound // LEAST_SHARE)))
 
     def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""

@@ -264,6 +264,7 @@ class StepPlan(NamedTuple):
     batch: Batch
     captured: bool = False
     k: int = 0  # draft nodes per sequence of a captured step's graph
+    before_capture: bool = False  # an eager step behind which captured ones follow
 
     @property
     def seqs(self) -> list[Sequence]:

@@ -22,7 +22,10 @@ from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.tables import Tile, as_entry, span_length
 
 # Rows timed for each bucket: what decoding, verifying and reading prompts really bring. The others use the next one.
-ROWS = {16: 8, 64: 48, 256: 192, 512: 384, 4096: 8192}
+ROWS = {
+    16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 192: 192, 256: 256, 320: 320, 384: 384, 512: 512, 768: 768, 1024: 1024,
+    2560: 2400, 4096: 8192,
+}  # fmt: skip
 FEW = (16, 64)  # the buckets that choose the split: elsewhere it costs the same
 SPLITS = (1, 2, 4, 8)
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds
@@ -155,13 +158,17 @@ def _adding(bucket: int, split: int, outputs: int, tile: Tile) -> float:
 
 
 def tune(names: tuple[str, ...], file: Path) -> Iterator[dict[str, Any]]:
-    """Time every product of these shapes and write the table; what it holds of other shapes stays."""
+    """Time every product of these shapes and write the table; what it holds of other shapes stays.
+
+    Known shapes keep their split of K, which decides bits.
+    """
     known = json.loads(file.read_text())["shapes"] if file.exists() else {}
     compile_all((tile, gated) for rows in ROWS.values() for gated in (False, True) for tile in candidates(rows, gated))
     for name in names:
         for product_name, (outputs, inner) in weights(name).items():
-            about = tuple(ROWS)[:-1] if product_name == "head" else tuple(ROWS)
-            entry = tune_shape(outputs, inner, product_name == "gate_up", about)
+            about = tuple(rows for rows in ROWS if product_name != "head" or rows <= 512)
+            split = known.get(f"{outputs}x{inner}", {}).get("split")
+            entry = tune_shape(outputs, inner, product_name == "gate_up", about, split)
             known[f"{outputs}x{inner}"] = entry
             write_table(file, known, {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
             yield {"model": name, "product": product_name, **entry}

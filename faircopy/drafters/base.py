@@ -32,6 +32,10 @@ class Drafter(ABC):
     def propose(self, batch: Batch) -> Draft:
         """At most batch.max_nodes[i] nodes for sequence i, continuing its tokens; none for one not fed to its end."""
 
+    def read(self, batch: Batch) -> Draft:
+        """As `propose`, in an eager step behind which captured ones follow: making ready for those is enough."""
+        return self.propose(batch)
+
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:  # noqa: B027
         """Called once per step, before the verdict is appended."""
 

@@ -12,6 +12,7 @@ from faircopy.drafters.base import Drafter, certain
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
@@ -206,5 +207,5 @@ def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
     drawn = [n for n, row in enumerate(rows) if not row.seq.params.greedy]
     if drawn:
         for n, token in zip(drawn, choose(logits[drawn], [rows[n] for n in drawn]), strict=True):
-            offers[n] = [(token, 0.0)]
+            offers[n] = [(token, 0.0)] if token != BROKEN else []
     return offers

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.drafters.base import Drafter
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
@@ -47,10 +48,17 @@ class ModelDrafter(Drafter):
             chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
             result = self._runner.forward(part, chains, done=max(depth - 1, 0))
             live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
-            self._guess(draft, [(places[part.seqs[n]], part.seqs[n], result.of(n)[-1]) for n in live])
+            self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live))
             depth += 1
             part = _part(part, [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute])
         return Draft.chains(draft.tokens, draft.sources)
+
+    def read(self, batch: Batch) -> Draft:
+        """Read what is new and draft nothing: the host need not wait for a token."""
+        self._fed = self._readable(batch)
+        if self._fed.seqs:
+            self._runner.forward(self._fed, Draft.empty(len(self._fed)))
+        return Draft.empty(len(batch))
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the keys of accepted nodes; the last node of a chain never had any."""
@@ -90,16 +98,15 @@ class ModelDrafter(Drafter):
                 part.add(seq, upto, max_nodes)
         return part
 
-    def _guess(self, draft: Draft, places: list[tuple[int, Sequence, Tensor]]) -> None:
+    def _guess(self, draft: Draft, places: list[tuple[int, Sequence]], logits: Tensor) -> None:
         """One more token for each chain."""
         if not places:
             return
-        rows = [SamplingRow(seq, draft.tokens[i]) for i, seq, _ in places]
-        logits = self._fit(torch.stack([logits for _, _, logits in places]))
+        rows, logits = [SamplingRow(seq, draft.tokens[i]) for i, seq in places], self._fit(logits)
         tokens = choose(logits, rows)
         drawn_from = probabilities(logits, rows) if draft.sources is not None else None
-        for n, (i, seq, row) in enumerate(places):
-            if not bool(torch.isfinite(row.sum())):
+        for n, (i, seq) in enumerate(places):
+            if tokens[n] == BROKEN:
                 self._mute.add(seq)
                 continue
             draft.tokens[i].append(tokens[n])
@@ -110,6 +117,12 @@ class ModelDrafter(Drafter):
         """Logits over the target's vocabulary: heads of one tokenizer may be padded to different sizes."""
         missing = self._vocab - logits.shape[1]
         return logits[:, : self._vocab] if missing <= 0 else F.pad(logits, (0, missing), value=-torch.inf)
+
+
+def _last_rows(result: Result, live: list[int]) -> Tensor:
+    """The last row of logits of these sequences."""
+    rows = [result.packed.rows[n].stop - 1 for n in live]
+    return result.logits if rows == list(range(result.logits.shape[0])) else result.logits[rows]
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from faircopy.drafters.base import Drafter, captured_drafter, certain, chains
@@ -63,8 +63,15 @@ class PerRequestDrafter(Drafter):
         return sorted(self._others)
 
     def propose(self, batch: Batch) -> Draft:
+        return self._ask(batch, self.default.propose)
+
+    def read(self, batch: Batch) -> Draft:
+        return self._ask(batch, self.default.read)
+
+    def _ask(self, batch: Batch, default: Callable[[Batch], Draft]) -> Draft:
+        """Drafts of the others, and of the default drafter."""
         owners = [self._owner(seq) for seq in batch.seqs]
-        draft = self.default.propose(_only(batch, owners, self.default))
+        draft = default(_only(batch, owners, self.default))
         for drafter in dict.fromkeys(owners):
             if drafter is not self.default:
                 draft = self._merged(draft, drafter.propose(_only(batch, owners, drafter)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 # With 23 random bits the noise lies in [-2.82, 16.64], so a token this far below the best cannot win.
 REACH = 19.5
+BROKEN = -1  # what is chosen in a row that is not finite
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -25,37 +24,13 @@ def gumbel_argmax_dense(logits: Tensor, keys: Tensor) -> Tensor:
     return (logits + gumbel(keys[:, None], tokens[None, :])).argmax(-1)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The best token of each row, the lowest id on ties."""
-    if logits.is_cuda and (pick := _kernel()) is not None:
-        return pick(logits, *_alike(logits, 0.0))  # type: ignore[no-any-return]
-    return logits.argmax(-1)
-
-
 def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
     """The same tokens as the dense twin, drawing noise only for those that can win."""
-    if logits.is_cuda and (pick := _kernel()) is not None:
-        return pick(logits, _alike(logits, 1.0)[0], keys)  # type: ignore[no-any-return]
     best = logits.amax(-1, keepdim=True)
     rows, tokens = (logits >= best - REACH).nonzero(as_tuple=True)
     noisy = torch.full_like(logits, -torch.inf)
     noisy[rows, tokens] = logits[rows, tokens] + gumbel(keys[rows], tokens)
     return noisy.argmax(-1)
-
-
-def _kernel() -> Any | None:
-    """The GPU's own choice: a captured step uses it too, and both must draw the same noise to the bit."""
-    try:
-        from faircopy.kernels.gpu.pick import pick
-    except ImportError:
-        return None
-    return pick
-
-
-def _alike(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    temperatures = torch.full((rows,), temperature, device=logits.device)
-    return temperatures, torch.zeros(rows, dtype=torch.int64, device=logits.device)
 
 
 _GOLDEN = 0x9E3779B1 - (1 << 32)

@@ -264,9 +264,12 @@ class PagedLayout:
     def _slots(self, seq: Sequence, end: int, start: int = 0) -> Ints:
         """The slot of each position from start to end."""
         page = self.tables.page
+        if end - start <= 1:
+            table = self.tables.table(seq)
+            return np.array([table[at // page] * page + at % page for at in range(start, end)], np.int64)
         skip = start // page
-        table = np.array(self.tables.table(seq)[skip : self.tables.pages_for(end)], np.int64)
-        return (table[:, None] * page + np.arange(page)).reshape(-1)[start - skip * page : end - skip * page]
+        pages = np.array(self.tables.table(seq)[skip : self.tables.pages_for(end)], np.int64)
+        return (pages[:, None] * page + np.arange(page)).reshape(-1)[start - skip * page : end - skip * page]
 
     def _lanes(
         self, seq: Sequence, draft: Draft, i: int, row: int, start: int, upto: int, live: range, path: Ints

@@ -37,6 +37,9 @@ class Passes(Protocol):
     def warm(self) -> None:
         """Make now what would be made when it is first needed."""
 
+    def rehearse(self) -> None:
+        """Make every launch of `warm` once, for kernels that are compiled ahead."""
+
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read, so that it takes step_ms milliseconds at most.
 

@@ -23,7 +23,7 @@ from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
-ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # larger passes take the device longer than the host
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 
@@ -51,6 +51,11 @@ class CapturedPasses:
         """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
+
+    def rehearse(self) -> None:
+        """Make every launch once; for kernels that are compiled ahead."""
+        for rows in self._sizes():
+            _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""

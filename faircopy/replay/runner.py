@@ -21,6 +21,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
 from faircopy.kernels.gpu.attention import PATH
+from faircopy.kernels.gpu.launch import compiling_ahead, sent
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
@@ -30,7 +31,7 @@ from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport
-from faircopy.replay.settings import fits_device, write_settings
+from faircopy.replay.settings import Rows, fits_device, write_settings
 from faircopy.replay.steps import OneGraphStep, Step, Steps, TwoGraphStep, bucket_for
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Sequence, StepPlan, Verdict
 from faircopy.verify.base import numerics_error
@@ -70,6 +71,7 @@ class CapturedRunner:
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._settings: Rows = {}  # of the sequences in batch slots
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
@@ -83,13 +85,11 @@ class CapturedRunner:
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
         ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
-        return ready and self._will_take(batch)
+        return ready and self.follows(batch)
 
-    def before_capture(self, batch: Batch) -> Batch:
-        """This batch as an eager step: if captured steps follow and drafting is expensive, one node per sequence."""
-        if not self._expensive_drafts or not self._will_take(batch):
-            return batch
-        return Batch(batch.seqs, batch.upto, [min(nodes, 1) for nodes in batch.max_nodes])
+    def eager_nodes(self, k: int) -> int:
+        """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow."""
+        return min(k, 1) if self._expensive_drafts else k
 
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's."""
@@ -99,7 +99,7 @@ class CapturedRunner:
         self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
         if after is None:
             self._write_history(slots)
-            write_settings(self._sampling, slots)
+            self._settings = write_settings(self._sampling, slots, self._settings)
             if self._drafter.reads_hidden_states is not None:
                 self._drafter.reads_hidden_states.assign(slots)
         with self._around():
@@ -133,6 +133,14 @@ class CapturedRunner:
                 self._graph(self._bucket(size, nodes), nodes)[1].warm()
             self._warmed.append(nodes)
 
+    def rehearse(self, k: int) -> None:
+        """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
+        if self._drafter.reads_hidden_states is not None:
+            k = 0  # a draft head reads tokens that kernels choose, and none run
+        for nodes in {min(k, self.max_nodes), 0}:
+            for size in self._buckets:
+                self._make_step(self._make_state(size, nodes)).warm()
+
     def nodes_for(self, k: int) -> int:
         """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""
         return min((nodes for nodes in self._warmed if nodes >= k), default=k)
@@ -146,7 +154,7 @@ class CapturedRunner:
         """(batch slots, k) of all graphs made so far; of steps in two graphs, the numbers of rows of the second."""
         return {size: set(step.captured_rows) for size, (_, step) in self._captured.items()}
 
-    def _will_take(self, batch: Batch) -> bool:
+    def follows(self, batch: Batch) -> bool:
         """Whether captured steps follow once this batch has been read."""
         return (
             len(batch) <= self._buckets[-1]
@@ -239,7 +247,7 @@ class CapturedRunner:
 
     def _capture(self, work: Work) -> Work:
         """The same work as a graph, where there are graphs."""
-        if not self._graphs:
+        if not self._graphs or compiling_ahead():
             return work
         recording = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recording, pool=self._pool):
@@ -273,8 +281,8 @@ class CapturedRunner:
         cols = np.concatenate([np.arange(len(seq.tokens)) for seq in slots])
         text = np.concatenate([np.array(seq.tokens, np.int32) for seq in slots])
         history = self._batch_slots.history
-        where = tuple(torch.from_numpy(part).to(history.device) for part in (rows, cols))
-        history.index_put_(where, torch.from_numpy(text).to(history.device))
+        where = tuple(sent(part, torch.int64, history.device) for part in (rows, cols))
+        history.index_put_(where, sent(text, torch.int32, history.device))
 
     def _report(self, graph: GraphState) -> tuple[Tensor, LogprobReport]:
         """Host memory for what a step reports."""

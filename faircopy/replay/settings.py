@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faircopy.kernels.gpu.launch import sent
 from faircopy.kernels.gpu.logprobs import MAX_LOGPROBS
 from faircopy.kernels.gpu.records import IN_PROMPT, MAX_STOPS, MAX_WORD, MAX_WORDS, Asks, Setting, float_bits
 from faircopy.kernels.gpu.sampler import SamplingSlots, write_filter
@@ -29,21 +30,29 @@ def fits_device(seq: Sequence) -> bool:
     )
 
 
-def write_settings(of: SamplingSlots, slots: dict[Sequence, int]) -> None:
-    """Write the parameters of all batch slots; those without a sequence have none."""
+Rows = dict[Sequence, NDArray[np.int32]]
+
+
+def write_settings(of: SamplingSlots, slots: dict[Sequence, int], known: Rows) -> Rows:
+    """Write the parameters of all batch slots; those without a sequence have none.
+
+    known: settings rows from before; returns those of these sequences.
+    """
+    rows = {seq: known[seq] if seq in known else _settings_row(seq, of.counts.shape[1]) for seq in slots}
     table = np.zeros(of.settings.shape, np.int32)
     for seq, slot in slots.items():
-        _write_row(table[slot], seq, of.counts.shape[1])
-        asks = int(table[slot, Setting.ASKS])
+        table[slot] = rows[seq]
+        asks = int(rows[seq][Setting.ASKS])
         if asks & Asks.PENALTIES:
             _write_counts(of.counts[slot], seq)
         if asks & Asks.BIAS:
             _write_bias(of.bias[slot], seq)
-    of.settings.copy_(torch.from_numpy(table))
+    of.settings.copy_(sent(table, torch.int32, of.settings.device))
+    return rows
 
 
-def _write_row(row: NDArray[np.int32], seq: Sequence, vocab: int) -> None:
-    params, words = seq.params, seq.request.bad_words
+def _settings_row(seq: Sequence, vocab: int) -> NDArray[np.int32]:
+    row, params, words = np.zeros(Setting.TOTAL, np.int32), seq.params, seq.request.bad_words
     if not params.greedy:
         what = row_filter(params)
         write_filter(row, what, vocab)
@@ -61,6 +70,7 @@ def _write_row(row: NDArray[np.int32], seq: Sequence, vocab: int) -> None:
     for n, word in enumerate(words):
         begin = Setting.WORDS + n * MAX_WORD
         row[begin : begin + len(word)] = word
+    return row
 
 
 def _write_counts(counts: torch.Tensor, seq: Sequence) -> None:

@@ -6,12 +6,12 @@ With temperature the choice uses noise keyed by (seed, position), so sampled tex
 from __future__ import annotations
 
 from faircopy.acceptance import accept_path
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.model.runner import Result
 from faircopy.sampling import SamplingRow, choose
 from faircopy.types import Batch, Decision, Draft, Verdict
 from faircopy.verify.base import (
     broken_feeds,
-    broken_rows,
     decision,
     node_rows,
     numerics_error,
@@ -23,13 +23,10 @@ class ExactVerifier:
     """Chains and trees are one walk: step to the child whose token the target chose, while there is one."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
-        broken, feeds = broken_rows(result), broken_feeds(result)
-        choices = self._choices(batch, draft, result)
+        choices, feeds = self._choices(batch, draft, result), broken_feeds(result)
         return Verdict(
             [
-                Decision(error=numerics_error(seq))
-                if i in feeds
-                else self._decide(batch, draft, result, i, choices[i], broken)
+                Decision(error=numerics_error(seq)) if i in feeds else self._decide(batch, draft, result, i, choices[i])
                 for i, seq in enumerate(batch.seqs)
             ]
         )
@@ -45,16 +42,14 @@ class ExactVerifier:
             rows += mine
             places += range(span.stop - len(mine), span.stop)
         logits = result.logits if len(places) == result.logits.shape[0] else result.logits[places]
-        chosen = choose(logits, rows) if rows else []
+        chosen = choose(logits, rows, strict=True) if rows else []
         return [chosen[start:stop] for start, stop in spans]
 
-    def _decide(
-        self, batch: Batch, draft: Draft, result: Result, i: int, choices: list[int], broken: list[bool]
-    ) -> Decision:
-        seq, stop = batch.seqs[i], result.packed.rows[i].stop
+    def _decide(self, batch: Batch, draft: Draft, result: Result, i: int, choices: list[int]) -> Decision:
+        seq = batch.seqs[i]
         prompt = prompt_logprobs(seq, batch, i, result)
         if not choices:
             return Decision(prompt_logprobs=prompt)
-        bad = broken[stop - len(choices) : stop]
+        bad = [token == BROKEN for token in choices]
         nodes, tokens = accept_path(draft.tokens[i], draft.parents[i], choices, bad)
         return decision(seq, result.of(i)[-len(choices) :], nodes, tokens, prompt)

@@ -6,7 +6,11 @@ Triton specialises on and calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -47,6 +51,7 @@ class Launcher:
         behind = [param.name for param in params[len(params) - len(self._constants) :]]
         assert self._constants == behind, "compile-time parameters come last"
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._asked: set[Any] = set()  # variants that are compiled ahead
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -57,11 +62,37 @@ class Launcher:
             return
         key = (torch.cuda.current_device(), *map(_specialised, args), *meta.values())
         found = self._compiled.get(key)
-        if found is not None:
+        if _AHEAD.get():
+            self._ask(key, found is not None, grid, args, meta)
+        elif found is not None:
             found[0][grid + (1,) * (3 - len(grid))](*args, *found[1])
-            return
-        compiled = self.kernel[grid](*args, **meta)
-        self._compiled[key] = (compiled, tuple(meta[name] for name in self._constants))
+        else:
+            compiled = self.kernel[grid](*args, **meta)
+            self._compiled[key] = (compiled, tuple(meta[name] for name in self._constants))
+
+    def _ask(self, key: Any, known: bool, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+        """Have a variant compiled, and run nothing."""
+        if not known and key not in self._asked:
+            self._asked.add(key)
+            self.kernel.warmup(*args, grid=grid, **meta)
+
+
+_AHEAD: ContextVar[bool] = ContextVar("compiling ahead", default=False)
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Within, launches run nothing: their variants are compiled side by side, and are there when the context ends."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        token = _AHEAD.set(True)
+        try:
+            yield
+        finally:
+            _AHEAD.reset(token)
+
+
+def compiling_ahead() -> bool:
+    return _AHEAD.get()
 
 
 def _specialised(x: Any) -> Any:
@@ -103,6 +134,12 @@ def shared_memory(device: torch.device) -> int:
 def power(n: int, least: int = 1) -> int:
     """The smallest power of two of at least n and least."""
     return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def sent(values: Any, kind: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device; the host does not wait for what the device is doing."""
+    host = torch.as_tensor(values, dtype=kind)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -11,13 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, launched, options
+from faircopy.kernels.filters import Filter
+from faircopy.kernels.gpu.launch import begin, launched, options, sent
 from faircopy.kernels.gpu.records import Asks
-from faircopy.kernels.gpu.sampler import RowSampling, adjusted, adjusted_twin, kept_twin, restrict, restrict_twin
-from faircopy.kernels.gumbel import gumbel
+from faircopy.kernels.gpu.sampler import (
+    RowSampling,
+    adjusted,
+    adjusted_twin,
+    filter_rows,
+    kept_twin,
+    restrict,
+    restrict_twin,
+)
+from faircopy.kernels.gumbel import BROKEN, gumbel
 
 CHUNK = 4096
-BROKEN = -1  # what is chosen in a row that is not finite
 FILTERS = tl.constexpr(int(Asks.FILTERS))
 
 
@@ -128,6 +136,14 @@ def pick(
         values, tokens, out, out.stride(0), chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **extra
     )
     return out
+
+
+def pick_rows(scores: Tensor, temperatures: list[float], keys: list[int], wanted: list[Filter], strict: bool) -> Tensor:
+    """A token per row of adjusted scores [R, V], as `pick`, from what the host knows of the rows."""
+    device = scores.device
+    drawn_at, noise = sent(temperatures, torch.float32, device), sent(keys, torch.int64, device)
+    rows = filter_rows(wanted, scores.shape[1], device) if any(what.active for what in wanted) else None
+    return pick(scores, drawn_at, noise, strict=strict, sampling=rows)
 
 
 def pick_twin(

@@ -21,7 +21,7 @@ from torch import Tensor
 from faircopy.kernels import filters
 from faircopy.kernels.filters import Filter, Kept
 from faircopy.kernels.gpu.attention import PATH
-from faircopy.kernels.gpu.launch import begin, launched, options, power
+from faircopy.kernels.gpu.launch import begin, launched, options, power, sent
 from faircopy.kernels.gpu.records import (
     IN_PROMPT,
     MAX_BANS,
@@ -518,17 +518,23 @@ def count_tokens_twin(of: SamplingSlots, report: Tensor, width: int) -> None:
 
 def thresholds(scores: Tensor, wanted: Seq[Filter]) -> tuple[Tensor, Tensor]:
     """The threshold of each row [R, V] of adjusted scores, and the last token kept of those that equal it."""
+    rows = filter_rows(wanted, scores.shape[1], scores.device)
+    restrict(scores, torch.ones(len(wanted), device=scores.device), rows)
+    return rows.score, rows.last
+
+
+def filter_rows(wanted: Seq[Filter], vocab: int, device: torch.device) -> RowSampling:
+    """Rows with these filters and no other parameters."""
     settings = np.zeros((len(wanted), Setting.TOTAL), np.int32)
     for row, what in zip(settings, wanted, strict=True):
         row[Setting.ASKS] = Asks.FILTERS if what.active else 0
-        write_filter(row, what, scores.shape[1])
-    device, none = scores.device, scores.new_zeros(1, 1)
-    of = SamplingSlots(torch.from_numpy(settings).to(device), none.int(), none)
+        write_filter(row, what, vocab)
+    none = torch.zeros(1, 1, dtype=torch.float32, device=device)
+    of = SamplingSlots(sent(settings, torch.int32, device), none.int(), none)
     rows = RowSampling.empty(of, len(wanted), 1)
     rows.slots.copy_(torch.arange(len(wanted), device=device))
     rows.asks.copy_(of.settings[:, Setting.ASKS])
-    restrict(scores, torch.ones(len(wanted), device=device), rows)
-    return rows.score, rows.last
+    return rows
 
 
 def write_filter(row: NDArray[np.int32], what: Filter, vocab: int) -> None:
