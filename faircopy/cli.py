@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,6 +214,35 @@ def serve(
         deadline=deadline, drain=drain, shadow_audit=shadow_audit, audit_folder=audit_folder,
         spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
     )  # fmt: skip
+
+
+@app.command(cls=Command)
+@stoppable
+def batch(
+    requests: Annotated[Path, typer.Option("--in", help="JSONL file in OpenAI's batch format: custom_id, url, body.")],
+    out: Annotated[Path, typer.Option(help="JSONL file for the answers; what it has already is not made again.")],
+    target: Target = None,
+    draft: Draft = None,
+    k: WidthOrAuto = "4",
+    batch: BatchSize = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    memory: Memory = None,
+    threads: Threads = None,
+    exact: Exact = True,
+    ray: Annotated[bool, typer.Option("--ray", help="Several engines on ray.data.")] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: engines.")] = 1,
+) -> None:
+    """Answer a file of requests. Killed and started again it goes on where it was."""
+    from faircopy.terminal.batch import answers_of, run
+    from faircopy.terminal.batch_file import BatchFile
+
+    writable("--out", out)
+    file = BatchFile(requests, out)
+    options = _engine_options(dtype, device, memory, threads, exact)
+    make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
+    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None)):
+        raise typer.Exit(1)
 
 
 @app.command(cls=Command)

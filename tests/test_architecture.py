@@ -40,6 +40,7 @@ LEVELS: list[set[str]] = [
     {"build"},
     {"llm", "testing", "bundled"},
     {"audit", "bench", "train", "server"},
+    {"ray"},
     {"terminal"},
     {"cli"},
     {"__main__"},

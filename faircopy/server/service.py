@@ -26,6 +26,11 @@ SWITCH_INTERVAL = 0.0005  # Python's 5 ms let the front end hold up the engine's
 LATE = Update(finished="abort")
 
 
+def served_name(llm: LLM, config: ServerConfig) -> str:
+    """What clients call the model."""
+    return config.name or llm.model.name.rstrip("/").rpartition("/")[2]
+
+
 class Service:
     """Belongs to the event loop's thread; the engine belongs to another."""
 

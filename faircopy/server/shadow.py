@@ -91,7 +91,10 @@ class ShadowAudit:
         return {"share": self._share, "checked": self.checked, "mismatches": self.mismatches, "waiting": waiting}
 
     def _plainly(self, request: Request) -> Request:
-        """The same request without drafts, from its first token on; its log probabilities of the prompt keep it from reusing cached pages."""
+        """The same request without drafts, from its first token on.
+
+        Its log probabilities of the prompt keep it from reusing cached pages.
+        """
         params = replace(request.params, prompt_logprobs=0)
         text = self._fresh_text(request)
         return replace(request, params=params, k=0, drafter=None, prediction=(), written=(), text=text)
