@@ -42,6 +42,7 @@ def complete(body: dict[str, Any]) -> None:
         outputs["json"] = SCHEMAS[1]
     for tool in body.get("tools") or ():
         tool["function"]["parameters"] = SCHEMAS[0]
+    body.pop("continued", None)  # it must fit the number of choices
     if body.get("timeout") is not None:
         body["timeout"] = 60.0  # a deadline that passes is no answer to learn from
     if isinstance(body.get("tool_choice"), dict):

@@ -21,6 +21,7 @@ from faircopy.server.writing import (
     speculative_metrics,
     usage,
 )
+from faircopy.types import Request
 
 Json = dict[str, Any]
 _compact = json.JSONEncoder(separators=(",", ":")).encode
@@ -60,6 +61,13 @@ class Writer:
         self.choices = [
             Choice(self.service.llm, request, index, origins) for index, request in enumerate(self.asked.requests)
         ]
+        for choice in self.choices:
+            choice.resume()
+
+    @property
+    def requests(self) -> list[Request]:
+        """What is to be written, in the order of the job's sequences."""
+        return [self.asked.requests[index] for index in self.asked.open]
 
     async def whole(self, job: Job) -> Json:
         async for news in job.updates():
@@ -74,13 +82,13 @@ class Writer:
         head, options = self._head(self.shape.chunk_kind), self.body.stream_options
         running_usage = options is not None and bool(options.continuous_usage_stats)
         try:
-            for choice in self.choices:
+            for choice in self.choices if self.body.continued is None else ():
                 opening = self.shape.opening(choice)
                 if opening is not None:
                     yield event({**head, "choices": [opening]})
             async for news in job.updates():
-                for index, updates in news.items():
-                    choice = self.choices[index]
+                for place, updates in news.items():
+                    choice = self.choices[self.asked.open[place]]
                     piece = choice.take(updates)
                     delta = self.shape.delta(choice, piece)
                     yield event({**head, "choices": [delta], **({"usage": self.usage()} if running_usage else {})})
@@ -166,10 +174,15 @@ class CompletionShape:
         if echo:
             tokens = [*choice.request.prompt, *tokens]
             scores = [*(choice.whole.prompt_logprobs or ()), *scores]
-        offset = self._offsets.get(choice.index, 0)
+        offset = self._offsets.get(choice.index, self._known_characters(choice))
         found = completion_logprobs(self._names, tokens, scores, self._body.logprobs, offset)
         self._offsets[choice.index] = offset + sum(map(len, found["tokens"]))
         return found
+
+    def _known_characters(self, choice: Choice) -> int:
+        """What a continued stream has before its first event."""
+        known = [*(choice.request.prompt if self._body.echo else ()), *choice.request.written]
+        return sum(len(self._names(token)) for token in known) if choice.request.written else 0
 
 
 class ChatShape:

@@ -153,7 +153,7 @@ class _Routes:
     async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         number = request_id(request)
         writer = await asyncio.to_thread(self._endpoints.writer, body, number)
-        job = self._service.job(writer.asked.requests, body.timeout)
+        job = self._service.job(writer.requests, body.timeout)
         span = traced(request.url.path, self._service.name, writer.asked.requests[0], writer.usage)
         if body.stream:
             return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()), span)

@@ -64,7 +64,7 @@ class Offline:
         if body.stream:
             raise ApiError(400, "stream = True: a batch is not streamed; leave it out", "stream", "invalid_value")
         writer = await asyncio.to_thread(self._endpoints.writer, body, number)
-        async with self._service.job(writer.asked.requests, body.timeout) as job:
+        async with self._service.job(writer.requests, body.timeout) as job:
             return await writer.whole(job)
 
 

@@ -65,6 +65,12 @@ _ONE_GRAMMAR: dict[str, Any] = {
         {"properties": {"response_format": _FREE_FORMAT, **_MAY_END}},
     ]
 }
+_ONLY_STREAMS_GO_ON: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"continued": _NULL}},
+        {"properties": {"stream": {"const": True}, "seed": {"type": "integer"}}, "required": ["stream", "seed"]},
+    ]
+}
 _CALLS_NEED_TOOLS: dict[str, Any] = {
     "anyOf": [
         {"properties": {"tool_choice": {"enum": ["none", "auto", None]}}},
@@ -149,6 +155,13 @@ class StructuredOutputs(Body):
     grammar: Lark | None = None
 
 
+class Written(Body):
+    """What a client has already of a choice."""
+
+    token_ids: list[TokenId]
+    finished: bool = False
+
+
 _OR_GREEDY: dict[str, Any] = {"anyOf": [{"const": 0}, {"minimum": 1e-4}]}
 Temperature = Annotated[float, Field(ge=0, le=1e4, json_schema_extra=_OR_GREEDY)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -183,6 +196,9 @@ class Sampling(Body):
     )
     speculative: bool | Speculative | None = Field(None, description="Ours: false switches drafts off.")
     timeout: Annotated[float, Field(ge=1e-3, le=1e6)] | None = Field(None, description="Ours: seconds at most.")
+    continued: list[Written] | None = Field(
+        None, description="Ours, for streams: what the client has of each choice; the stream goes on behind it."
+    )
     # What OpenAI's and vLLM's clients send and what is not about the text, or what only its default is served of.
     user: Ignored = None
     metadata: Ignored = None
@@ -200,7 +216,7 @@ class Sampling(Body):
 
 
 class CompletionRequest(Sampling):
-    model_config = ConfigDict(json_schema_extra=_ONE_GRAMMAR)
+    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_GRAMMAR, _ONLY_STREAMS_GO_ON]})
 
     prompt: (
         Prompt
@@ -279,7 +295,7 @@ class Prediction(Body):
 
 
 class ChatRequest(Sampling):
-    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_GRAMMAR, _CALLS_NEED_TOOLS]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_GRAMMAR, _ONLY_STREAMS_GO_ON, _CALLS_NEED_TOOLS]})
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: Positive | None = None

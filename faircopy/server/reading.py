@@ -37,6 +37,12 @@ class Asked:
     requests: list[Request]
     prompts: list[tuple[int, ...]]
     n: int
+    finished: frozenset[int] = frozenset()  # choices that the client has in full
+
+    @property
+    def open(self) -> list[int]:
+        """The choices that are to be written."""
+        return [index for index in range(len(self.requests)) if index not in self.finished]
 
 
 class Reader:
@@ -101,7 +107,25 @@ class Reader:
             )
             check_request(first, self._llm.model, self._llm.engine.tables)
             requests += self._llm.samples(first)
-        return Asked(requests, [tuple(ids) for ids in prompts], params.n)
+        known = body.continued
+        finished = frozenset(index for index, written in enumerate(known or ()) if written.finished)
+        return Asked(self._continued(body, requests), [tuple(ids) for ids in prompts], params.n, finished)
+
+    def _continued(self, body: Sampling, requests: list[Request]) -> list[Request]:
+        """Requests that go on behind the tokens that the client has."""
+        if body.continued is None:
+            return requests
+        if not body.stream or body.seed is None:
+            raise RequestError("continued", "given", "without a stream and its seed", "set stream to true, and seed")
+        if len(body.continued) != len(requests):
+            problem = f"for {len(requests)} choices"
+            raise RequestError("continued", f"{len(body.continued)} entries", problem, "give one for each choice")
+        found = []
+        for request, known in zip(requests, body.continued, strict=True):
+            found.append(replace(request, written=tuple(known.token_ids)))
+            if not known.finished:
+                check_request(found[-1], self._llm.model, self._llm.engine.tables)
+        return found
 
     def _drafting(self, body: Sampling, predicted: bool) -> tuple[int | None, str | None]:
         """The request's k and drafter."""

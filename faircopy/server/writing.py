@@ -36,6 +36,11 @@ class Choice:
         self.whole = Piece()
         self.counts = DraftCounts()
 
+    def resume(self) -> None:
+        """Count the tokens that the client has already; their text is not sent again."""
+        if self.request.written:
+            self.take([Update(tokens=self.request.written)])
+
     def take(self, updates: list[Update]) -> Piece:
         """What is new; `whole` has everything."""
         piece = Piece()

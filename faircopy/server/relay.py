@@ -1,0 +1,132 @@
+"""Passes an answer on from replicas that may die: a stream goes on from another one at the token where it stopped.
+
+The text is a function of the prompt, the parameters and the seed, so the other replica writes the same. Here is no
+transport: `send` takes a body and yields the bytes that one replica answers with, or raises `ReplicaLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = dict[str, Any]
+Send = Callable[[Json], AsyncIterator[bytes]]
+MOVES = 8  # of one answer at most: a request that ends every replica must not end all of them
+DONE = "[DONE]"
+
+
+class ReplicaLost(Exception):
+    """A replica has gone before its answer was complete."""
+
+
+@dataclass
+class Choice:
+    """What the client has of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+class Progress:
+    """What the client has of a stream, and what is asked of the next replica."""
+
+    def __init__(self, body: Json) -> None:
+        self._body = seeded(body)
+        self._choices = [Choice() for _ in range(choice_count(body))]
+        self._head: Json = {}  # id and time of the first event: the client sees one answer
+
+    @property
+    def body(self) -> Json:
+        asked = {**self._body, "return_token_ids": True}
+        if not self._head:
+            return asked
+        known = [{"token_ids": choice.token_ids, "finished": choice.finished} for choice in self._choices]
+        return {**asked, "continued": known}
+
+    def note(self, event: Json) -> Json:
+        """Remember what an event brings; returns it as the client asked for it."""
+        self._head = self._head or {name: event[name] for name in ("id", "created") if name in event}
+        for choice in event.get("choices", ()):
+            mine = self._choices[choice["index"]]
+            mine.token_ids += choice.get("token_ids", ())
+            mine.finished = mine.finished or choice.get("finish_reason") is not None
+            if not self._body.get("return_token_ids"):
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+        return {**event, **self._head}
+
+
+async def stream(body: Json, send: Send) -> AsyncIterator[bytes]:
+    """The events of a streamed answer."""
+    progress = Progress(body)
+    for move in range(MOVES + 1):
+        try:
+            async for event in events(send(progress.body)):
+                yield b"data: " + (DONE if event is None else json.dumps(progress.note(event))).encode() + b"\n\n"
+                if event is None:
+                    return
+            raise ReplicaLost("the stream ended early")
+        except ReplicaLost:
+            if move == MOVES:
+                raise
+
+
+async def whole(body: Json, send: Send) -> bytes:
+    """An answer that is not streamed: nothing of it was sent, so it is asked for again."""
+    asked = seeded(body)
+    for move in range(MOVES + 1):
+        try:
+            return b"".join([piece async for piece in send(asked)])
+        except ReplicaLost:
+            if move == MOVES:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+async def hedged(body: Json, send: Send, seconds: float) -> AsyncIterator[bytes]:
+    """One replica's answer; if its first bytes take too long, another one's if those come earlier."""
+    streams = [send(body)]
+    firsts = [asyncio.ensure_future(anext(streams[0]))]
+    done, _ = await asyncio.wait(firsts, timeout=seconds)
+    if not done:
+        streams.append(send(body))
+        firsts.append(asyncio.ensure_future(anext(streams[1])))
+        done, _ = await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
+    winner = next(place for place, first in enumerate(firsts) if first in done)
+    try:
+        for place, loser in enumerate(firsts):
+            if place != winner:
+                loser.cancel()
+                await asyncio.gather(loser, return_exceptions=True)
+                await streams[place].aclose()  # type: ignore[attr-defined]
+        yield firsts[winner].result()
+        async for piece in streams[winner]:
+            yield piece
+    finally:
+        await streams[winner].aclose()  # type: ignore[attr-defined]
+
+
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[Json | None]:
+    """Server-sent events as objects, None for the last one; a piece may hold several or a part of one."""
+    rest = b""
+    async for piece in pieces:
+        *complete, rest = (rest + piece).split(b"\n\n")
+        for event in complete:
+            text = event.decode().removeprefix("data: ")
+            yield None if text == DONE else json.loads(text)
+
+
+def seeded(body: Json) -> Json:
+    """The body with a seed, so that every replica writes the same."""
+    return body if body.get("seed") is not None else {**body, "seed": secrets.randbelow(1 << 53)}
+
+
+def choice_count(body: Json) -> int:
+    """How many choices an answer has; a body that is not valid may give any number, and is refused by the replica."""
+    prompt, n = body.get("prompt"), body.get("n")
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return (len(prompt) if several and prompt else 1) * (n if isinstance(n, int) else 1)
