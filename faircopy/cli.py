@@ -198,6 +198,11 @@ def serve(
     vllm_metrics: Annotated[bool, typer.Option(help="Counters under vLLM's names too.")] = True,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    replicas: Annotated[int, typer.Option(min=1, help="Engines behind this address, on Ray Serve if above 1.")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(help="Scale from --replicas up to this by queue length.")] = None,
+    hedge: Annotated[
+        float | None, typer.Option(help="With replicas: seconds to the first byte after which another is asked too.")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="YAML or TOML file with any of these options.", is_eager=True, callback=_read_config),
@@ -205,15 +210,20 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible. Every option is also FAIRCOPY_SERVE_<OPTION> in the environment."""
     from faircopy.terminal.serve import serve as run
+    from faircopy.terminal.serve import serve_replicas
 
     options = _engine_options(dtype, device, memory, threads, exact)
-    llm = _llm(target, draft, k, max_batch=batch, drafter_per_request=True, **options)
-    run(
-        llm, log_format, log_level, api_keys, host=host, port=port, name=name, cors=tuple(cors or ()),
-        max_queue=max_queue, max_body=max_body, max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n,
-        deadline=deadline, drain=drain, shadow_audit=shadow_audit, audit_folder=audit_folder,
-        spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
+    make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
+    server: dict[str, Any] = dict(  # noqa: C408
+        host=host, port=port, name=name, cors=tuple(cors or ()), max_queue=max_queue, max_body=max_body,
+        max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n, deadline=deadline, drain=drain,
+        shadow_audit=shadow_audit, audit_folder=audit_folder, spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
     )  # fmt: skip
+    if replicas == 1 and max_replicas is None:
+        run(make(), log_format, log_level, api_keys, **server)
+    else:
+        fleet = {"replicas": replicas, "max_replicas": max_replicas, "hedge": hedge}
+        serve_replicas(make, api_keys, fleet, batch + max_queue, **server)
 
 
 @app.command(cls=Command)

@@ -1,4 +1,4 @@
-"""Answers that move between replicas: whatever dies when, the client sees one answer, without a gap and without a copy."""
+"""Answers that move between replicas: whatever dies when, the client sees one answer without a gap or a copy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 0}),
     (COMPLETIONS, {"prompt": ["The cat", "The dog"], "n": 2, "seed": 4, "max_tokens": 14, "stop": ["and", "."]}),
     (COMPLETIONS, {"prompt": "The sun", "max_tokens": 20, "seed": 7, "logprobs": 1, "echo": True, "min_tokens": 12}),
-    (COMPLETIONS, {"prompt": "A", "seed": 1, "max_tokens": 40, "response_format": {"type": "regex", "regex": "[a-z]{9}"}}),
+    (COMPLETIONS, {"prompt": "A", "seed": 1, "max_tokens": 40, "structured_outputs": {"regex": "[a-z ]{9,30}"}}),
     (CHAT, {"messages": HELLO, "max_tokens": 24, "seed": 2, "repetition_penalty": 1.2}),
     (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 40}),
 ]  # fmt: skip

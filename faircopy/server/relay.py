@@ -7,13 +7,15 @@ transport: `send` takes a body and yields the bytes that one replica answers wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 Json = dict[str, Any]
+T = TypeVar("T")
 Send = Callable[[Json], AsyncIterator[bytes]]
 MOVES = 8  # of one answer at most: a request that ends every replica must not end all of them
 DONE = "[DONE]"
@@ -78,13 +80,19 @@ async def stream(body: Json, send: Send) -> AsyncIterator[bytes]:
 async def whole(body: Json, send: Send) -> bytes:
     """An answer that is not streamed: nothing of it was sent, so it is asked for again."""
     asked = seeded(body)
-    for move in range(MOVES + 1):
-        try:
-            return b"".join([piece async for piece in send(asked)])
-        except ReplicaLost:
-            if move == MOVES:
-                raise
-    raise AssertionError("the loop returns or raises")
+
+    async def attempt() -> bytes:
+        return b"".join([piece async for piece in send(asked)])
+
+    return await retried(attempt)
+
+
+async def retried(attempt: Callable[[], Awaitable[T]]) -> T:
+    """What an attempt returns; it is made again as often as an answer may move."""
+    for _ in range(MOVES):
+        with contextlib.suppress(ReplicaLost):
+            return await attempt()
+    return await attempt()
 
 
 async def hedged(body: Json, send: Send, seconds: float) -> AsyncIterator[bytes]:

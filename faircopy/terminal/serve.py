@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     logs.set_up(log_format, log_level)
     llm.warm_up()
     make_server(llm, config).run()
+
+
+def serve_replicas(
+    make: Callable[[], LLM], api_keys: Path | None, fleet: dict[str, Any], most_requests: int, **options: Any
+) -> None:
+    """Serve with several engines on Ray Serve until a signal comes. make: loads the engine of a replica."""
+    require_packages()
+    require_ray()
+    from faircopy.ray.deployment import Fleet, run
+    from faircopy.server.settings import ServerConfig, read_keys
+
+    config = ServerConfig(api_keys=read_keys(api_keys), **options)
+    _check_port(config.host, config.port)
+    run(make, config, Fleet(**fleet), most_requests)
 
 
 def require_packages(command: str = "serve") -> None:
