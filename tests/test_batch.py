@@ -127,16 +127,3 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").write_text(line + "\n")
         with pytest.raises(ConfigError, match=r"out\.jsonl:1"):
             BatchFile(requests, tmp_path / "out.jsonl")
-
-
-def test_a_batch_on_ray_gives_the_same_answers(tmp_path: Path) -> None:
-    pytest.importorskip("ray.data", reason="faircopy[ray] is not installed")
-    lines = stories(24, 12)
-    requests = write(tmp_path / "in.jsonl", lines)
-    assert run(requests, tmp_path / "one.jsonl").returncode == 0
-    some = read(tmp_path / "one.jsonl")[:5]
-    write(tmp_path / "ray.jsonl", some)
-    done = run(requests, tmp_path / "ray.jsonl", "--ray", "--replicas", "2")
-    assert done.returncode == 0, done.stderr
-    answers = read(tmp_path / "ray.jsonl")
-    assert len(answers) == 24 and texts(answers) == texts(read(tmp_path / "one.jsonl"))

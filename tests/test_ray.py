@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -104,7 +106,8 @@ def test_the_ingress_answers_as_a_server_does(fleet: Any) -> None:
         refused = client.post(COMPLETIONS, json={"prompt": "a", "temprature": 1})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "temprature"
         assert client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "n": 99}).status_code == 400
-        assert client.post(COMPLETIONS, content=b"{").json()["error"]["code"] == "invalid_json"
+        broken = client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
+        assert broken.json()["error"]["code"] == "invalid_json"
 
 
 def test_32_streams_survive_a_replica_that_is_killed(fleet: Any) -> None:
@@ -128,6 +131,27 @@ def test_32_streams_survive_a_replica_that_is_killed(fleet: Any) -> None:
     assert victim not in pids()
 
 
+def test_a_batch_on_several_engines_gives_what_one_gives(fleet: Any, tmp_path: Path) -> None:
+    from faircopy.ray.batch import answers
+
+    lines = [{"custom_id": f"r{n}", "url": "/v1/completions", "body": {**body(n), "max_tokens": 8}} for n in range(12)]
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def run() -> dict[str, str]:
+        make = partial(LLM, bundled.target(), drafter_per_request=True, **ENGINE)
+        found = answers(requests, frozenset({"r3", "r4"}), make, 8, 2)
+        return {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] async for one in found}
+
+    texts = asyncio.run(run())
+    assert sorted(texts) == sorted(f"r{n}" for n in range(12) if n not in (3, 4))
+    llm = LLM(bundled.target(), **ENGINE)
+    for n in (0, 1, 11):
+        params = SamplingParams(max_tokens=8, seed=n, temperature=body(n)["temperature"])
+        assert llm.generate(body(n)["prompt"], params)[0].text == texts[f"r{n}"]
+
+
+@pytest.mark.skipif("FAIRCOPY_LONG_TESTS" not in os.environ, reason="takes half a minute: set FAIRCOPY_LONG_TESTS=1")
 def test_replicas_are_replaced_without_a_failed_request(fleet: Any) -> None:
     ended, statuses = threading.Event(), []
 
