@@ -45,6 +45,7 @@ class Trial:
         begin = time.perf_counter()
         waiting, arrived, last = list(self._due), {}, None
         while waiting or self._engine.busy:
+            self._engine.linger()
             now = time.perf_counter() - begin
             while waiting and waiting[0][0] <= now:
                 due, prompt, params = waiting.pop(0)

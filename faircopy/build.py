@@ -11,6 +11,7 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
+from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
@@ -32,6 +33,7 @@ from faircopy.model.loader import load_model, load_tokenizer, vocabulary_differe
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.model.trial import pass_curve
 from faircopy.planner import AutoLength
 from faircopy.progress import doing
 from faircopy.scheduler import Scheduler
@@ -152,12 +154,42 @@ def build_engine(
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or (AutoLength if config.auto else FixedLength)(config.k)
+    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
+
+
+def _draft_lengths(target: Model, draft: Model | Head | None, config: EngineConfig) -> DraftLengths:
+    if not config.auto:
+        return FixedLength(config.k)
+    return AutoLength(config.k, config.quality, cost_table(target, draft, config))
+
+
+def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:
+    """What passes cost, measured once per checkpoint and machine; None on a GPU, where warming up measures steps."""
+    if target.device.type != "cpu":
+        return None
+    small = None if isinstance(draft, Head) else draft
+    names = [None if model is None else identity(model.name) for model in (target, small)]
+    kind = f"{target.dtype} {device_kind(target.device)} {source_hash()}"
+    key = f"{names[0]} {names[1]} {kind}"
+    kept = _COSTS.get(key) if names[0] is not None else None
+    if kept is not None:
+        return CostTable.of_json(kept)
+    most = config.max_batch * (config.k + 1)
+    with doing(f"{target.name}: measuring what passes cost"):
+        drafting = Curve() if small is None else pass_curve(small, most, DRAFT_TRIAL)
+        table = CostTable(pass_curve(target, most, TARGET_TRIAL), drafting)
+    if names[0] is not None:
+        _COSTS.put(key, table.as_json())
+    return table
+
+
+_COSTS = KeptTable("costs")
+TARGET_TRIAL, DRAFT_TRIAL = 1.5, 0.5  # seconds that measuring costs takes
 
 
 def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:

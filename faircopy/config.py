@@ -14,6 +14,7 @@ from faircopy.errors import ConfigError
 
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
 VERIFIERS = ("exact", "rejection")
+QUALITIES = ("both", "explicit", "implicit", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, other processes
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -28,6 +29,7 @@ class EngineConfig:
 
     k: int = 4  # draft tokens per step and sequence, at most if `auto`
     auto: bool = False  # each draft length is chosen by measured acceptance and cost
+    quality: str = "both"  # what sets a sequence's own draft length if `auto`: explicit, implicit, both or off
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -35,7 +37,7 @@ class EngineConfig:
     exact: bool = True
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
-    step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 3 times
+    step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes for keys and values, or "2GiB"; None: what is left on a GPU, else a quarter
     page: int = 32  # tokens per page
@@ -60,6 +62,7 @@ class EngineConfig:
             raise ConfigError("step_ms", self.step_ms, "not above 0", "give milliseconds, or None")
         self._one_of("strategy", STRATEGIES)
         self._one_of("verifier", VERIFIERS)
+        self._one_of("quality", QUALITIES)
         self._one_of("dtype", ("auto", *DTYPES))
         for name in (
             "auto",

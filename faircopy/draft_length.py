@@ -5,13 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 
-from faircopy.types import FinishedStep, Sequence
+from faircopy.costs import CostTable
+from faircopy.types import Confidence, FinishedStep, Sequence
 
 
 class DraftLengths(ABC):
     """Chooses the draft lengths of a step; memory and the sequence's limit may cut them. Only `choose` is needed."""
 
     reason = "chosen by a class of your own"  # what is chosen at present, and why, in words for people
+    lengths: tuple[int, ...] = ()  # what it chooses from, if that is known: captured steps are made for these
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """How sure a drafter must be of what it drafts; None: it drafts what it may."""
+        return None
 
     @abstractmethod
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
@@ -19,6 +26,9 @@ class DraftLengths(ABC):
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:  # noqa: B027
         """A step has finished. seconds: how long it took; None if that says nothing of decoding."""
+
+    def use(self, table: CostTable) -> None:  # noqa: B027
+        """What steps cost was measured."""
 
     def forget(self, seq: Sequence) -> None:  # noqa: B027
         """The sequence finished or was preempted."""
@@ -37,7 +47,7 @@ class FixedLength(DraftLengths):
     """k nodes for every sequence, unless its request asked for a number of its own."""
 
     def __init__(self, k: int) -> None:
-        self._k = k
+        self._k, self.lengths = k, (0, k)
         self.reason = f"{k} for every sequence"
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:

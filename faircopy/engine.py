@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, NoLength
 from faircopy.drafters.base import Drafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
 from faircopy.model.runner import Runner
+from faircopy.pace import Pace
 from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
 from faircopy.types import FinishedStep, Output, Request, Sequence, StepPlan, check_draft
@@ -47,11 +49,11 @@ class Engine:
         self.meter = Meter()
         self.draft_lengths = draft_lengths or NoLength()
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
-        self._collected: float | None = None  # when the last step was, if a captured one was running behind it
+        self._pace = Pace()
         self._next_id = 0
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
 
-    def warm_up(self, k: int) -> None:
+    def warm_up(self) -> None:
         """On a GPU, compile all kernels and capture all graphs now, so that no request waits for one."""
         made = [passes for passes in (self.target.passes, self.drafter.passes) if passes is not None]
         if made and self.target.model.device.type == "cuda":
@@ -61,11 +63,21 @@ class Engine:
                 for passes in made:
                     passes.rehearse()
                 if self.captured is not None:
-                    self.captured.rehearse(k)
+                    self.captured.rehearse(self.draft_lengths.lengths)
         for passes in made:
             passes.warm()
         if self.captured is not None:
-            self.captured.warm(k)
+            self.captured.warm(self.draft_lengths.lengths)
+        if made:
+            self.draft_lengths.use(self._costs())
+
+    def _costs(self) -> CostTable:
+        """What passes and steps took when they were warmed."""
+        target, draft = (
+            Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
+            for passes in (self.target.passes, self.drafter.passes)
+        )
+        return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
 
     @property
     def busy(self) -> bool:
@@ -94,6 +106,14 @@ class Engine:
         self.scheduler.abort(seq)
         self._forget_departed()
 
+    def linger(self) -> None:
+        """Wait until the step in flight will soon end, for callers who add requests between steps.
+
+        What is added before `step` plans the one behind it need not wait for that one.
+        """
+        if self._in_flight is not None and self._in_flight.done is not None:
+            time.sleep(self._pace.spare_time(self._in_flight))
+
     def step(self) -> list[Output]:
         """Advance some sequences by at least one token each; return what is new."""
         plan = self._plan()
@@ -103,7 +123,8 @@ class Engine:
         try:
             return self._captured_step(plan) if plan.captured else self._eager_step(plan)
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
-            self._in_flight = self._collected = None
+            self._in_flight = None
+            self._pace.stop()
             self.failed = plan.seqs
             self.scheduler.retreat(plan.seqs)
             raise
@@ -127,7 +148,8 @@ class Engine:
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
         decoding = all(fed == 1 for fed in result.packed.fed)
-        self._collected, seconds = None, time.perf_counter() - begin
+        self._pace.stop()
+        seconds = time.perf_counter() - begin
         step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
         self.draft_lengths.observe(step, seconds if decoding else None)
         return self._commit(step)
@@ -136,11 +158,12 @@ class Engine:
         """The same calls, made by the device; their results are committed one step late, when the next one runs."""
         assert self.captured is not None, "only a captured runner's plans are captured"
         step = self._in_flight or self.captured.start(plan)  # draft, run, judge
+        begin = time.perf_counter()
         behind = self.scheduler.schedule_behind(plan)
         self._in_flight = self.captured.start(behind, after=step) if behind.seqs else None
-        finished, now = self.captured.collect(step), time.perf_counter()
-        self.draft_lengths.observe(finished, None if self._collected is None else now - self._collected)
-        self._collected = now if behind.seqs else None
+        self._pace.started(time.perf_counter() - begin)
+        finished = self.captured.collect(step)
+        self.draft_lengths.observe(finished, self._pace.collected(step, more=self._in_flight is not None))
         return self._commit(finished, in_flight=behind.k + 1 if behind.seqs else 0)
 
     def _commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:

@@ -205,7 +205,7 @@ class LLM:
         """On a GPU, capture steps and passes of every size now: later nothing is captured on a request's time."""
         with self._lock:
             begin, before = time.perf_counter(), _reserved_bytes(self.model.device)
-            self.engine.warm_up(self.config.k)
+            self.engine.warm_up()
             taken = time.perf_counter() - begin
             self._warm_up = f"{taken:.1f} s, {(_reserved_bytes(self.model.device) - before) / 2**20:.0f} MiB"
 

@@ -1,31 +1,37 @@
 """k="auto": draft lengths from measured acceptance and measured cost, never slower than plain decoding for long.
 
 The text does not depend on k, so a step of k draft tokens shows what every smaller k would have given: acceptance by
-position is known downwards, and only going up has to be tried. Times are measured per (batch, k) while running. A
-ledger compares every step with what plain decoding of the same batch would have cost; one percent behind, k is 0 until
-the allowance has grown again.
+position is known downwards, and only going up has to be tried. What a step costs comes from a table measured once
+(`costs.py`) and from the steps that run. A ledger compares every step with what plain decoding of the same batch would
+have cost; one percent behind, k is 0 until the allowance has grown again.
+
+Two estimates set a sequence's own length. Implicit: how often drafts were accepted, by position and by sequence.
+Explicit: how sure the drafter is of a token, corrected by how often tokens of that confidence were accepted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from faircopy.costs import CostTable, StepCosts
 from faircopy.draft_length import DraftLengths
-from faircopy.types import FinishedStep, Sequence
+from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
 SHRINK = 8.0  # drafts of its own after which a sequence's rate counts as much as the drafter's
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
-SMOOTHING = 0.2  # share of a new measurement in a time
+BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 PROBE = 256  # steps after which a k that looked worse is tried again
-PLAIN = 6  # plain steps of a batch before drafting is tried in it: the last texts of a queue are not worth a trial
+PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of the first trial
 TRIAL = 3  # its steps
+LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
 
 
 @dataclass(slots=True)
@@ -35,7 +41,7 @@ class Rate:
     hits: float = PRIOR * PRIOR_DRAFTS
     tries: float = PRIOR_DRAFTS
 
-    def add(self, hit: bool) -> None:
+    def add(self, hit: float) -> None:
         fade = 0.5 ** (1.0 / HALF_LIFE)
         self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1.0
 
@@ -46,25 +52,30 @@ class Rate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """How likely draft tokens are accepted, by position, and how a sequence's own rate compares."""
+    """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence."""
 
     positions: list[Rate] = field(default_factory=list)  # given that all before it were accepted
     own: dict[Sequence, tuple[float, float]] = field(
         default_factory=dict
     )  # hits, and what the drafter's rates expected
+    bins: list[Rate] = field(
+        default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
+    )
 
-    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+    def observe(self, seq: Sequence, drafted: int, accepted: int, confidence: Seq[float] = ()) -> None:
         """Of a draft of this length the first `accepted` tokens stood; nothing is known behind the first wrong one."""
         hits, expected = self.own.get(seq, (0.0, 0.0))
         for place in range(min(drafted, accepted + 1)):
-            rate = self._rate(place)
-            hits, expected = hits + (place < accepted), expected + rate.value
-            rate.add(place < accepted)
+            rate, right = self._rate(place), place < accepted
+            hits, expected = hits + right, expected + rate.value
+            rate.add(right)
+            if place < len(confidence):
+                self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
         self.own[seq] = hits, expected
 
-    def survival(self, seq: Sequence, k: int) -> list[float]:
-        """For each of k positions, how likely the draft is accepted up to there."""
-        hits, expected = self.own.get(seq, (0.0, 0.0))
+    def survival(self, seq: Sequence | None, k: int) -> list[float]:
+        """For each of k positions, how likely the draft is accepted up to there; None: of any sequence."""
+        hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
         factor = (hits + SHRINK) / (expected + SHRINK)
         found, alive = [], 1.0
         for place in range(k):
@@ -82,54 +93,52 @@ class Acceptance:
         return self.positions[place]
 
 
-class StepTimes:
-    """Measured seconds of steps by (batch, k): averages in which old measurements fade."""
+class TreeGains:
+    """Accepted tokens per step of trees, by their number of nodes; in between they grow with its logarithm."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], float] = {}
-        self._count: dict[tuple[int, int], int] = {}
+        self._known: dict[int, Rate] = {}
 
-    def add(self, batch: int, k: int, seconds: float) -> None:
-        place = bucket(batch), k
-        self._count[place] = self._count.get(place, 0) + 1
-        before = self._known.get(place)
-        if before is None or self._count[place] == 2:  # the first one may have compiled or captured something
-            self._known[place] = seconds
-        else:
-            self._known[place] = before + SMOOTHING * (seconds - before)
+    def observe(self, nodes: int, accepted: int) -> None:
+        self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
 
-    def tried(self, batch: int, k: int) -> int:
-        return self._count.get((bucket(batch), k), 0)
-
-    def of(self, batch: int, k: int) -> float | None:
-        """Seconds of a step, on the line through the two known k nearest to it; None: too few are known."""
-        size = bucket(batch)
-        known = sorted((n, seconds) for (b, n), seconds in self._known.items() if b == size)
-        exact = dict(known).get(k)
-        if exact is not None or len(known) < 2:
-            return exact
-        at = next((place for place, (n, _) in enumerate(known) if n > k), len(known) - 1)
-        (low, first), (high, last) = known[max(at, 1) - 1], known[max(at, 1)]
-        return first + max(0.0, last - first) * (k - low) / (high - low)
-
-
-def bucket(batch: int) -> int:
-    """Batches that share their times: the next power of two."""
-    return 1 << max(0, batch - 1).bit_length()
+    def of(self, nodes: int) -> float:
+        if not nodes or not self._known:
+            return PRIOR * nodes
+        nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
+        return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
 
 
 class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
-    def __init__(self, max_k: int) -> None:
-        self._max_k = max_k
-        self.acceptance, self.times = Acceptance(), StepTimes()
+    def __init__(self, max_k: int, quality: str = "both", table: CostTable | None = None) -> None:
+        """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off"."""
+        self._max_k, self._quality = max_k, quality
+        self.acceptance, self._trees = Acceptance(), TreeGains()
+        self.costs = StepCosts() if table is None else StepCosts(table)
+        self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
         self.k = 0  # the present choice
         self.reason = "nothing is measured yet"
         self._worth = 0.0  # tokens that a row costs in time: a draft token less likely than this is left out
-        self._held = 0
+        self._held = HOLD
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
+        self._grows_trees = False
+        self._confident = False  # the drafter says how sure it is, and stops by itself
+
+    def use(self, table: CostTable) -> None:
+        """Costs were measured; what was learned with others is dropped."""
+        self.costs = StepCosts(table)
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """Up to which confidence tokens are wanted; None: all that were asked for."""
+        if self._quality not in ("explicit", "both") or not self.k:
+            return None
+        plain = self._quality == "explicit"
+        rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
+        return Confidence(self._worth, tuple(rates))
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
@@ -138,39 +147,47 @@ class AutoLength(DraftLengths):
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
-        accepted = [len(decision.nodes) for decision in step.verdict.decisions]
-        drafted = [len(tokens) for tokens in step.draft.tokens]
-        for seq, nodes, good in zip(step.batch.seqs, drafted, accepted, strict=True):
-            if nodes:
-                self.acceptance.observe(seq, nodes, good)
+        draft = step.draft
+        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
+            if draft.tokens[i]:
+                self._learn(seq, draft, i, len(decision.nodes))
         if seconds is None:
             return
-        batch, k = len(step.batch), max(drafted, default=0)
-        self.times.add(batch, k, seconds)
-        plain = self.times.of(batch, 0)
-        if plain is not None and k:
+        batch, k = len(step.batch), max(map(len, draft.tokens), default=0)
+        rows = batch + sum(map(len, draft.tokens))
+        self.costs.observe(batch, k, rows, seconds)
+        if k:
             gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
-            self._saved += gained * plain / batch - seconds
+            self._saved += gained * self.costs.of(batch, 0) / batch - seconds
         self._elapsed += seconds
 
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)
 
+    def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
+        if draft.is_chain(i):
+            sure = draft.confidence[i] if draft.confidence is not None else ()
+            self._confident |= draft.confidence is not None
+            self.acceptance.observe(seq, len(draft.tokens[i]), accepted, sure)
+        else:
+            self._grows_trees = True
+            self._trees.observe(len(draft.tokens[i]), accepted)
+
     def _length(self, seq: Sequence, k: int) -> int:
-        """As many of k tokens as bring more than their rows cost."""
-        return sum(alive >= self._worth for alive in self.acceptance.survival(seq, k))
+        """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier."""
+        if not k or not self._worth or self._grows_trees or self._quality == "off":
+            return k
+        if self._quality == "explicit":
+            return self._max_k if self._confident else k
+        likely = sum(alive >= self._worth for alive in self.acceptance.survival(seq, self._max_k))
+        return min(self._max_k, 2 * likely + 1) if self._confident else likely
 
     def _decide(self, seqs: list[Sequence]) -> int:
         self._held += 1
         self._since_probe += 1
         batch = len(seqs)
-        if self.times.tried(batch, 0) < PLAIN:
-            self.k, self._held, self.reason = 0, 0, f"measuring plain decoding at batch {batch}"
-            return 0
-        first = min(FIRST, self._max_k)
-        if self.times.tried(batch, first) < TRIAL:
-            self.k, self._held, self.reason = first, 0, f"trying {first} draft tokens at batch {batch}"
-            return first
+        if not self.costs.measured and self._still_measuring(batch):
+            return self.k
         if self._saved < -ALLOWANCE * self._elapsed:
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
@@ -181,32 +198,51 @@ class AutoLength(DraftLengths):
             self.k, self._held = best, 0
         if self.k == 0 and self._since_probe > PROBE:
             self.k, self._held, self._since_probe = min(FIRST, self._max_k), HOLD - TRIAL, 0
+            self._worth = 0.0
             self.reason = "drafting is off; trying again whether it pays"
         return self.k
+
+    def _still_measuring(self, batch: int) -> bool:
+        """Without a table, plain steps first and then a few with drafts show what they cost."""
+        first = min(FIRST, self._max_k)
+        for k, steps, reason in (
+            (0, PLAIN, "measuring plain decoding"),
+            (first, TRIAL, f"trying {first} draft tokens"),
+        ):
+            if self.costs.tried(batch, k) < steps:
+                self.k, self._held, self._worth = k, 0, 0.0
+                self.reason = f"{reason} at batch {batch}"
+                return True
+        return False
 
     def _best(self, seqs: list[Sequence]) -> tuple[int, float, float]:
         """The best k, its tokens per second, and those of the present one."""
         batch = len(seqs)
         survivals = [self.acceptance.survival(seq, self._max_k) for seq in seqs]
-        gained, rates = float(batch), []
-        for k in range(self._max_k + 1):
-            gained += sum(survival[k - 1] for survival in survivals) if k else 0.0
-            seconds = self.times.of(batch, k)
-            rates.append(gained / seconds if seconds else 0.0)
-        best = max(range(len(rates)), key=rates.__getitem__)
-        self._worth = self._row_cost(batch, best, rates[best])
-        ratio = rates[best] / rates[0] if rates[0] else 1.0
-        self.reason = f"{best} draft tokens: {ratio:.2f} times plain decoding at batch {batch}"
-        if best == 0:
-            worst = rates[1] / rates[0] if rates[0] and len(rates) > 1 else 1.0
-            self.reason = (
-                f"drafting is off: at batch {batch} one draft token would give {worst:.2f} times plain decoding"
-            )
-        return best, rates[best], rates[min(self.k, self._max_k)]
+        rates = {k: (batch + self._gain(survivals, k)) / self.costs.of(batch, k) for k in self.lengths}
+        best = max(rates, key=rates.__getitem__)
+        self._worth = self._node_cost(batch, best, rates[best])
+        self.reason = self._why(batch, best, rates)
+        return best, rates[best], rates.get(self.k, rates[0])
 
-    def _row_cost(self, batch: int, k: int, rate: float) -> float:
-        """What one more row costs, in tokens that could have been written meanwhile."""
-        plain, drafted = self.times.of(batch, 0), self.times.of(batch, k)
-        if not k or plain is None or drafted is None:
+    def _gain(self, survivals: list[list[float]], k: int) -> float:
+        """Draft tokens of all sequences that are likely to be accepted."""
+        if self._grows_trees:
+            return len(survivals) * self._trees.of(k)
+        return sum(sum(survival[:k]) for survival in survivals)
+
+    def _node_cost(self, batch: int, k: int, rate: float) -> float:
+        """What one more draft token costs, in tokens that could have been written meanwhile."""
+        table = self.costs.table
+        if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
             return 0.0
-        return max(0.0, min(0.9, rate * (drafted - plain) / (k * batch)))
+        more = self.costs.of(batch, k, batch * (k + 1) + batch) - self.costs.of(batch, k)
+        drafting = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k) if table.draft.points else 0.0
+        return max(0.02, min(0.9, rate * (more + drafting) / batch))
+
+    def _why(self, batch: int, best: int, rates: dict[int, float]) -> str:
+        if best:
+            return f"{best} draft tokens: {rates[best] / rates[0]:.2f} times plain decoding at batch {batch}"
+        least = min((k for k in rates if k), default=0)
+        dearer = 100.0 * (rates[0] / rates[least] - 1.0) if least else 0.0
+        return f"drafting is off: at batch {batch} a drafted step costs {dearer:.0f} % more than it brings"

@@ -58,7 +58,7 @@ def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list
         chosen = kernel.pick_rows(scores, *_drawing(rows), strict=strict and not adjusts)
         if not (strict and adjusts):
             return chosen.tolist()
-    return torch.where(_broken(logits, strict), BROKEN, chosen).tolist()
+    return torch.where(not_finite(logits, strict), BROKEN, chosen).tolist()
 
 
 def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -81,7 +81,7 @@ def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filte
     )
 
 
-def _broken(logits: Tensor, strict: bool) -> Tensor:
+def not_finite(logits: Tensor, strict: bool) -> Tensor:
     """Which rows have NaN, infinity, or with `strict` minus infinity."""
     least, most = logits.aminmax(dim=-1)
     sound = most < torch.inf
@@ -91,12 +91,12 @@ def _broken(logits: Tensor, strict: bool) -> Tensor:
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
     scores = adjusted(logits, rows)
-    result = torch.zeros_like(scores)
-    for i, row in enumerate(rows):
-        if row.seq.params.greedy:
-            result[i, scores[i].argmax()] = 1.0
-        else:
-            result[i] = torch.softmax(filtered(scores[i : i + 1], [row]), -1)[0]
+    drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if len(drawn) == len(rows):
+        return torch.softmax(filtered(scores, rows), -1)
+    result = torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+    if drawn:
+        result[drawn] = torch.softmax(filtered(scores[drawn], [rows[i] for i in drawn]), -1)
     return result
 
 

@@ -42,6 +42,9 @@ class CaptureRule(Protocol):
         """Whether captured steps follow once this batch has been read."""
 
 
+NOTHING = StepPlan(Batch([], [], []))
+
+
 class Scheduler:
     """Plans steps, and appends what sequences gained."""
 
@@ -108,13 +111,18 @@ class Scheduler:
         new = [] if self._full else self._waiting
         chosen = self._policy.choose(self.running, new, self._cached)
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
+        lengths = self._draft_lengths.choose(going_on)
+        k = self._nodes_of_graph(max(lengths, default=0))
+        if plan.k == 0 and k:  # a drafter that was off has tokens to read first
+            return NOTHING
+        most = plan.k + 1 + k + 1
         fits = set(chosen) <= set(plan.seqs) and all(
-            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + 2 * (plan.k + 1))) for seq in going_on
+            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on
         )
         if not fits or not going_on:
-            return StepPlan(Batch([], [], []))
-        max_nodes = [min(length, plan.k) for length in self._draft_lengths.choose(going_on)]
-        return StepPlan(Batch(going_on, [len(seq.tokens) for seq in going_on], max_nodes), True, plan.k)
+            return NOTHING
+        max_nodes = [min(length, k) for length in lengths]
+        return StepPlan(Batch(going_on, [len(seq.tokens) for seq in going_on], max_nodes), True, k)
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -148,8 +156,12 @@ class Scheduler:
         if not self._capture.takes(batch):
             return self._before_capture(batch, self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
-        k = max(wanted[seq] for seq in batch.seqs)
-        return StepPlan(batch, True, self._capture.nodes_for(min(k, self._capture.max_nodes)))
+        return StepPlan(batch, True, self._nodes_of_graph(max(wanted[seq] for seq in batch.seqs)))
+
+    def _nodes_of_graph(self, k: int) -> int:
+        """Draft nodes per sequence of the captured step that drafts of k nodes run in."""
+        assert self._capture is not None, "captured steps are planned"
+        return self._capture.nodes_for(min(k, self._capture.max_nodes))
 
     @staticmethod
     def _before_capture(batch: Batch, capture: CaptureRule) -> StepPlan:
@@ -157,11 +169,12 @@ class Scheduler:
         if not capture.follows(batch):
             return StepPlan(batch)
         max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
-        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes), before_capture=True)
+        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes, batch.confidence), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch, before, chunk = Batch([], [], []), self.preemptions, self._prompt_chunk(candidates, lengths)
+        batch = Batch([], [], [], self._draft_lengths.confidence)
+        before, chunk = self.preemptions, self._prompt_chunk(candidates, lengths)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length)

@@ -233,6 +233,17 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
 
+class Confidence(NamedTuple):
+    """How sure a drafter must be of a path of tokens."""
+
+    least: float  # a path less likely than this is not wanted
+    rates: tuple[float, ...]  # how often tokens are accepted, by the drafter's confidence from 0 to 1 in equal bins
+
+    def extended(self, path: float, confidence: float) -> float:
+        """How likely a path is accepted with one more token."""
+        return path * self.rates[min(len(self.rates) - 1, int(confidence * len(self.rates)))]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of a step: how many of its tokens each has fed after it, and how many draft nodes each may have."""
@@ -240,6 +251,7 @@ class Batch:
     seqs: list[Sequence]
     upto: list[int]
     max_nodes: list[int]
+    confidence: Confidence | None = None  # what of max_nodes is wanted; None: all
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -280,10 +292,16 @@ class Draft:
     parents: list[list[int]]
     # What each node was drawn from, for rejection sampling; None: it was not drawn, it was picked.
     sources: list[list[torch.Tensor]] | None = None
+    confidence: list[list[float]] | None = None  # how sure the drafter is of each node of a chain, if it was asked
 
     @classmethod
-    def chains(cls, tokens: list[list[int]], sources: list[list[torch.Tensor]] | None = None) -> Draft:
-        return cls(tokens, [list(range(-1, len(chain) - 1)) for chain in tokens], sources)
+    def chains(
+        cls,
+        tokens: list[list[int]],
+        sources: list[list[torch.Tensor]] | None = None,
+        confidence: list[list[float]] | None = None,
+    ) -> Draft:
+        return cls(tokens, [list(range(-1, len(chain) - 1)) for chain in tokens], sources, confidence)
 
     @classmethod
     def empty(cls, size: int) -> Draft:

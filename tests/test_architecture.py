@@ -20,6 +20,8 @@ LEVELS: list[set[str]] = [
         "rng",
         "config",
         "meter",
+        "pace",
+        "costs",
         "text",
         "html",
         "acceptance",

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from faircopy import LLM, ConfigError, SamplingParams, bundled
-from faircopy.planner import Acceptance, AutoLength, StepTimes, bucket
+from faircopy.costs import CostTable, Curve, StepCosts, bucket
+from faircopy.planner import Acceptance, AutoLength
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
 
 
@@ -56,13 +57,32 @@ def test_a_sequence_has_a_rate_of_its_own() -> None:
     assert found.survival(good, 1)[0] > 1.3 * found.survival(bad, 1)[0]
 
 
-def test_times_between_known_ones_lie_on_a_line() -> None:
-    times = StepTimes()
-    for k, seconds in ((0, 1.0), (4, 3.0)):
-        for _ in range(3):
-            times.add(6, k, seconds)
-    assert times.of(8, 2) == pytest.approx(2.0) and times.of(5, 8) == pytest.approx(5.0)
-    assert times.of(64, 0) is None and bucket(33) == 64
+def test_costs_between_measured_sizes_lie_on_a_line() -> None:
+    curve = Curve(((1, 1.0), (4, 4.0), (8, 5.0)))
+    assert [curve(rows) for rows in (1, 2, 6, 8)] == pytest.approx([1.0, 2.0, 4.5, 5.0])
+    assert curve(16) == pytest.approx(7.0) and curve(0) == 1.0
+    captured = Curve(((16, 1.0), (64, 2.0)), stepped=True)
+    assert [captured(rows) for rows in (1, 16, 17, 64)] == [1.0, 1.0, 2.0, 2.0]
+    assert Curve(((8, 2.0),))(16) == pytest.approx(4.0)
+
+
+def test_a_step_is_a_pass_and_its_drafts() -> None:
+    table = CostTable(Curve(((1, 1.0), (101, 2.0))), Curve(((1, 0.1), (101, 1.1))), {(8, 2): 7.0})
+    assert table.step(1, 0) == 1.0 and table.step(11, 1, rows=101) == pytest.approx(2.0 + 0.1 + 0.21)
+    assert table.step(5, 2) == 7.0  # captured
+    assert CostTable.of_json(table.as_json()) == table
+
+
+def test_costs_follow_what_steps_take() -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 1.8)))))
+    for _ in range(50):
+        costs.observe(1, 0, 1, 3.0)  # three times as slow as when it was measured
+        costs.observe(1, 4, 5, 6.0)  # and drafts cost more than the table knows
+    assert costs.of(1, 0) == pytest.approx(3.0, rel=0.02) and costs.of(1, 4) == pytest.approx(6.0, rel=0.02)
+    assert costs.of(1, 3) > costs.of(1, 0) and bucket(33) == 64
+    for _ in range(200):
+        costs.observe(1, 4, 5, 12.0)  # texts have grown: plain steps would take longer, too
+    assert costs.of(1, 4) == pytest.approx(12.0, rel=0.05) and costs.of(1, 0) > 4.0
 
 
 def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:

@@ -128,9 +128,8 @@ def speculative_law(
             sources.append(q if drawn else None)
         below = children(parents)
         paths = [(), *(tuple(tokens[n] for n in shape.path(0, node)) for node in range(len(parents)))]
-        _, text = rejection.walk(
-            tokens, below, [target(p) for p in paths], sources.__getitem__, explorer.coin, explorer.draw
-        )
+        nodes, p = rejection.walk(tokens, below, [target(p) for p in paths], sources.__getitem__, explorer.coin)
+        text = [*(tokens[node] for node in nodes), explorer.draw(0, p)]
         while len(text) < length:
             text.append(explorer.draw(0, target(tuple(text))))
         return tuple(text[:length])

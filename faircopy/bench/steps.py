@@ -9,16 +9,12 @@ import torch
 
 from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
-from faircopy.layout.base import Packed, kv_bytes_per_token
-from faircopy.layout.block_tables import BlockTables
-from faircopy.layout.paged import PagedLayout
-from faircopy.layout.pool import PagePool
+from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
+from faircopy.model.trial import scene
 from faircopy.model.weights import DenseModel
-from faircopy.types import Batch, Draft, Request, Sequence
 
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
-PAGE = 32
 
 
 def rows(context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
@@ -63,28 +59,6 @@ def pass_ms(model: Model, batch: int, rows: int, context: int, first: bool = Fal
     layout, packed = scene(model, batch, rows, context, first)
     with torch.no_grad():
         return graph_ms(lambda: model.forward(packed, layout))
-
-
-def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
-    """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
-    tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
-    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
-    for layer in range(len(model.layers)):
-        for pool in layout.pools(layer):
-            pool.normal_()
-    seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
-    for seq in seqs:
-        layout.set_cached(seq, 0 if first else context - 1)
-    nodes = [[] if first else list(range(1, rows)) for _ in seqs]
-    lengths = [len(chain) for chain in nodes]
-    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
-
-
-def _sequence(n: int, length: int, tables: BlockTables, tokens: int) -> Sequence:
-    seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
-    tables.open(seq)
-    tables.reserve(seq, tokens)
-    return seq
 
 
 def weight_bytes(model: DenseModel, head: bool = True) -> int:

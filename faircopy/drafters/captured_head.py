@@ -82,7 +82,8 @@ class StoredStates(HiddenStateReader):
         unknown = self.rows.new_zeros(1, self.rows.shape[-1])
         for seq, slot in batch_slots.items():
             known, end = self._known.get(seq, SequenceStates()), len(seq.tokens)
-            read = end - 1 if seq.request.k == 0 else self._layout.cached(seq)
+            first = end - self.rows.shape[1]  # of a head that was off for a while the step drafts nothing
+            read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
             states = torch.cat(known.take(read - 1, end - 1, unknown))
             self.read[slot] = read
             self.rows[slot, : len(states)] = states

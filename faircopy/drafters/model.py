@@ -14,7 +14,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
 from faircopy.sampling import SamplingRow, choose, probabilities
-from faircopy.types import Batch, Draft, Sequence, Verdict
+from faircopy.types import Batch, Confidence, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -40,9 +40,15 @@ class ModelDrafter(Drafter):
         return self._runner.model
 
     def propose(self, batch: Batch) -> Draft:
-        draft = Draft.chains([[] for _ in batch.seqs], [[] for _ in batch.seqs] if self._sampled else None)
+        count, asked = len(batch), batch.confidence
+        draft = Draft.chains(
+            [[] for _ in range(count)],
+            [[] for _ in range(count)] if self._sampled else None,
+            None if asked is None else [[] for _ in range(count)],
+        )
         places = {seq: i for i, seq in enumerate(batch.seqs)}
         part = self._fed = self._readable(batch)
+        paths = dict.fromkeys(part.seqs, 1.0)  # how likely each draft is accepted as a whole
         depth = 0
         while part.seqs:
             chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
@@ -50,8 +56,25 @@ class ModelDrafter(Drafter):
             live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
             self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live))
             depth += 1
-            part = _part(part, [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute])
-        return Draft.chains(draft.tokens, draft.sources)
+            more = [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute]
+            if asked is not None:
+                more = [n for n in more if self._sure(draft, places[part.seqs[n]], part.seqs[n], paths, asked)]
+            part = _part(part, more)
+        return Draft.chains(draft.tokens, draft.sources, draft.confidence)
+
+    def _sure(self, draft: Draft, i: int, seq: Sequence, paths: dict[Sequence, float], asked: Confidence) -> bool:
+        """Whether the draft so far is likely enough to go on; a last token that makes it unlikely is taken back.
+
+        Not with rejection sampling, where whether a token is verified must not depend on which one it is.
+        """
+        assert draft.confidence is not None, "confidence is asked for"
+        paths[seq] = asked.extended(paths[seq], draft.confidence[i][-1])
+        if paths[seq] >= asked.least:
+            return True
+        if not self._sampled:
+            draft.tokens[i].pop()
+            draft.confidence[i].pop()
+        return False
 
     def read(self, batch: Batch) -> Draft:
         """Read what is new and draft nothing: the host need not wait for a token."""
@@ -104,12 +127,15 @@ class ModelDrafter(Drafter):
             return
         rows, logits = [SamplingRow(seq, draft.tokens[i]) for i, seq in places], self._fit(logits)
         tokens = choose(logits, rows)
+        sure = _confidence(logits, tokens) if draft.confidence is not None else []
         drawn_from = probabilities(logits, rows) if draft.sources is not None else None
         for n, (i, seq) in enumerate(places):
             if tokens[n] == BROKEN:
                 self._mute.add(seq)
                 continue
             draft.tokens[i].append(tokens[n])
+            if draft.confidence is not None:
+                draft.confidence[i].append(sure[n])
             if draft.sources is not None and drawn_from is not None:
                 draft.sources[i].append(drawn_from[n])
 
@@ -117,6 +143,13 @@ class ModelDrafter(Drafter):
         """Logits over the target's vocabulary: heads of one tokenizer may be padded to different sizes."""
         missing = self._vocab - logits.shape[1]
         return logits[:, : self._vocab] if missing <= 0 else F.pad(logits, (0, missing), value=-torch.inf)
+
+
+def _confidence(logits: Tensor, tokens: list[int]) -> list[float]:
+    """The probability of each row's token before any parameter acts."""
+    scores, chosen = logits.float(), torch.tensor(tokens, device=logits.device).clamp(min=0)
+    best: list[float] = (scores.gather(1, chosen[:, None])[:, 0] - scores.logsumexp(-1)).exp().tolist()
+    return best
 
 
 def _last_rows(result: Result, live: list[int]) -> Tensor:

@@ -94,7 +94,8 @@ class PagedLayout:
                 listed.slots += [path[start:upto], path[upto + live.start :]]
             else:
                 listed.pages += self._page_lanes(draft, i, row, upto - start, upto, live)
-                listed.slots += [self._slots(seq, upto, start), self._slots(seq, end, upto + live.start)]
+                before_nodes = [] if not live.start else [self._slots(seq, upto, start)]
+                listed.slots += [*before_nodes, self._slots(seq, end, upto + live.start if live.start else start)]
             before = len(listed.wanted)
             listed.wanted += (row + place for place in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
             listed.ids += seq.tokens[start:upto]

@@ -28,6 +28,11 @@ class InFlightStep:
     rows: int  # rows the target computes, padding rows included
 
     @property
+    def kind(self) -> tuple[int, int]:
+        """Batch slots and draft nodes: steps of one kind take about as long."""
+        return self.graph.size, self.graph.k
+
+    @property
     def abandoned(self) -> bool:
         """Whether all its sequences have finished meanwhile."""
         return all(seq.finished for seq in self.batch_slots)

@@ -61,7 +61,7 @@ class CapturedPasses:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
         if not self.times:
             return UNTIMED
-        allowed = 3.0 * min(self.times.values()) if step_ms is None else step_ms / 1e3
+        allowed = 2.5 * min(self.times.values()) if step_ms is None else step_ms / 1e3
         return max((rows for rows, taken in self.times.items() if taken <= allowed), default=min(self.times))
 
     def _sizes(self) -> Iterator[int]:

@@ -10,7 +10,8 @@ host reads how many, and the second verifies just those. It is started before th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -72,6 +73,7 @@ class CapturedRunner:
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
         self._settings: Rows = {}  # of the sequences in batch slots
+        self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
         self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
@@ -84,7 +86,10 @@ class CapturedRunner:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
-        ready = all(self._steady(batch, i) and self._drafter.ready(seq) for i, seq in enumerate(batch.seqs))
+        drafts = any(batch.max_nodes)
+        ready = all(
+            self._steady(batch, i) and (not drafts or self._drafter.ready(seq)) for i, seq in enumerate(batch.seqs)
+        )
         return ready and self.follows(batch)
 
     def eager_nodes(self, k: int) -> int:
@@ -126,20 +131,40 @@ class CapturedRunner:
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
 
-    def warm(self, k: int) -> None:
-        """Capture all graphs for k nodes and for none now; from then on no others are captured."""
-        for nodes in sorted({min(k, self.max_nodes), 0}, reverse=True):
+    def warm(self, lengths: Iterable[int]) -> None:
+        """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
+        for nodes in self._sizes(lengths):
             for size in reversed(self._buckets):
-                self._graph(self._bucket(size, nodes), nodes)[1].warm()
+                graph, step = self._graph(self._bucket(size, nodes), nodes)
+                step.warm()
+                if isinstance(step, OneGraphStep):
+                    self.times[size, nodes] = self._time(graph, step)
             self._warmed.append(nodes)
 
-    def rehearse(self, k: int) -> None:
+    def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
-        if self._drafter.reads_hidden_states is not None:
-            k = 0  # a draft head reads tokens that kernels choose, and none run
-        for nodes in {min(k, self.max_nodes), 0}:
+        # a draft head reads tokens that kernels choose, and none run
+        for nodes in self._sizes(() if self._drafter.reads_hidden_states is not None else lengths):
             for size in self._buckets:
                 self._make_step(self._make_state(size, nodes)).warm()
+
+    def _sizes(self, lengths: Iterable[int]) -> list[int]:
+        """Nodes per sequence of the graphs for these draft lengths, largest first."""
+        return sorted({min(k, self.max_nodes) for k in (0, *lengths)}, reverse=True)
+
+    def _time(self, graph: GraphState, step: Step) -> float:
+        """Seconds of a step of empty batch slots, the best of three."""
+        if not self._graphs:
+            return 0.0
+        self._write_control(graph, {}, [], fresh=True)
+        taken = []
+        for _ in range(3):
+            torch.cuda.synchronize(self._model.device)
+            begin = time.perf_counter()
+            step.start()
+            torch.cuda.synchronize(self._model.device)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
 
     def nodes_for(self, k: int) -> int:
         """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""

@@ -109,6 +109,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._engine.linger()
                 self._take_commands()
                 self._work()
         except BaseException:

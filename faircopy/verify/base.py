@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from faircopy.errors import NumericsError
@@ -60,12 +60,26 @@ def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list
     return logprobs(result.of(i)[skip:count], seq.prompt[start + 1 + skip : start + 1 + count], wanted)
 
 
-def broken_rows(result: Result) -> list[bool]:
-    """Which rows of logits are not finite; a row that no accepted path reaches changes nothing."""
-    rows = result.logits.shape[0]
-    if rows == 0 or bool(torch.isfinite(result.logits.sum())):
-        return [False] * rows
-    return (~torch.isfinite(result.logits).all(-1)).tolist()
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The rows in which tokens are chosen: after each sequence's last token and after its nodes."""
+
+    logits: Tensor  # [R, V]
+    rows: list[SamplingRow]
+    spans: list[range]  # of each sequence; empty for a chunk that has not reached the end
+
+    @classmethod
+    def of(cls, batch: Batch, draft: Draft, result: Result) -> Judged:
+        rows: list[SamplingRow] = []
+        places: list[int] = []
+        spans = []
+        for i, span in enumerate(result.packed.rows):
+            mine = node_rows(batch, draft, i) if batch.complete(i) else []
+            spans.append(range(len(rows), len(rows) + len(mine)))
+            rows += mine
+            places += range(span.stop - len(mine), span.stop)
+        logits = result.logits if len(places) == result.logits.shape[0] else result.logits[places]
+        return cls(logits, rows, spans)
 
 
 def broken_feeds(result: Result) -> set[int]:

@@ -8,42 +8,26 @@ from __future__ import annotations
 from faircopy.acceptance import accept_path
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.model.runner import Result
-from faircopy.sampling import SamplingRow, choose
+from faircopy.sampling import choose
 from faircopy.types import Batch, Decision, Draft, Verdict
-from faircopy.verify.base import (
-    broken_feeds,
-    decision,
-    node_rows,
-    numerics_error,
-    prompt_logprobs,
-)
+from faircopy.verify.base import Judged, broken_feeds, decision, numerics_error, prompt_logprobs
 
 
 class ExactVerifier:
     """Chains and trees are one walk: step to the child whose token the target chose, while there is one."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
-        choices, feeds = self._choices(batch, draft, result), broken_feeds(result)
+        judged = Judged.of(batch, draft, result)
+        chosen = choose(judged.logits, judged.rows, strict=True) if judged.rows else []
+        feeds = broken_feeds(result)
         return Verdict(
             [
-                Decision(error=numerics_error(seq)) if i in feeds else self._decide(batch, draft, result, i, choices[i])
-                for i, seq in enumerate(batch.seqs)
+                Decision(error=numerics_error(seq))
+                if i in feeds
+                else self._decide(batch, draft, result, i, chosen[span.start : span.stop])
+                for i, (seq, span) in enumerate(zip(batch.seqs, judged.spans, strict=True))
             ]
         )
-
-    def _choices(self, batch: Batch, draft: Draft, result: Result) -> list[list[int]]:
-        """The target's token after each sequence's last token and after each of its nodes, in one call."""
-        rows: list[SamplingRow] = []
-        places: list[int] = []
-        spans = []
-        for i, span in enumerate(result.packed.rows):
-            mine = node_rows(batch, draft, i) if batch.complete(i) else []
-            spans.append((len(rows), len(rows) + len(mine)))
-            rows += mine
-            places += range(span.stop - len(mine), span.stop)
-        logits = result.logits if len(places) == result.logits.shape[0] else result.logits[places]
-        chosen = choose(logits, rows, strict=True) if rows else []
-        return [chosen[start:stop] for start, stop in spans]
 
     def _decide(self, batch: Batch, draft: Draft, result: Result, i: int, choices: list[int]) -> Decision:
         seq = batch.seqs[i]

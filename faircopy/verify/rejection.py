@@ -8,28 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from faircopy import rng
 from faircopy.acceptance import children
 from faircopy.model.runner import Result
-from faircopy.sampling import probabilities
+from faircopy.sampling import not_finite, probabilities
 from faircopy.types import Batch, Decision, Draft, Sequence, Verdict
-from faircopy.verify.base import (
-    broken_feeds,
-    broken_rows,
-    decision,
-    node_rows,
-    numerics_error,
-    prompt_logprobs,
-)
+from faircopy.verify.base import Judged, broken_feeds, decision, numerics_error, prompt_logprobs
 
-Distribution = NDArray[Any]  # non-negative, sums to one; floats or fractions
+BLOCK = 1024  # tokens whose probabilities the host reads at once
+Distribution = Any  # non-negative, sums to one: a Row, or an array of fractions
 Coin = Callable[[int, Any], bool]  # (node, probability) -> heads
-Draw = Callable[[int, Distribution], int]  # (depth, distribution) -> token
+
+
+@dataclass(slots=True)
+class Row:
+    """A distribution in float64 where the model runs; the host reads single numbers of it."""
+
+    numbers: Tensor
+    known: dict[int, float] = field(default_factory=dict)
+
+    def __getitem__(self, token: int) -> float:
+        if token not in self.known:
+            self.known[token] = float(self.numbers[token])
+        return self.known[token]
 
 
 def walk(
@@ -38,18 +47,19 @@ def walk(
     target: Seq[Distribution | None],
     source: Callable[[int], Distribution | None],
     coin: Coin,
-    draw: Draw,
-) -> tuple[list[int], list[int]]:
-    """Accepted nodes, and their tokens plus one more. target[n + 1] is what follows node n, target[0] what follows the
-    last token, None where that is not known (the walk ends there, without one more); source(n) is what node n was
-    drawn from given its elder siblings' rejection, or None if it was picked.
+) -> tuple[list[int], Distribution | None]:
+    """Accepted nodes, and what the token behind them is drawn from.
+
+    target[n + 1] is what follows node n, target[0] what follows the last token, None where that is not known: the walk
+    ends there, and nothing is drawn. source(n) is what node n was drawn from given its elder siblings' rejection, or
+    None if it was picked.
     """
     nodes: list[int] = []
     here = 0
     while True:
         p, right = target[here], None
         if p is None:
-            return nodes, [tokens[node] for node in nodes]
+            return nodes, None
         for node in below[here]:
             q = source(node)
             if coin(node, accept_probability(p, q, tokens[node])):
@@ -57,7 +67,7 @@ def walk(
                 break
             p = residual(p, q, tokens[node])
         if right is None:
-            return nodes, [*(tokens[node] for node in nodes), draw(len(nodes), p)]
+            return nodes, p
         nodes.append(right)
         here = right + 1
 
@@ -71,64 +81,101 @@ def accept_probability(p: Distribution, q: Distribution | None, token: int) -> A
 
 def residual(p: Distribution, q: Distribution | None, token: int) -> Distribution:
     """What the next token must be drawn from once this one was rejected."""
-    if q is None:
-        left = p.copy()
-        left[token] = p[token] - p[token]
-    else:
-        left = np.maximum(p - q, 0 * p)
-    total = left.sum()
-    return left / total if total > 0 else p  # all rejected with probability zero: rounding alone gets here
+    if isinstance(p, Row):
+        return Row(_left(p.numbers, None if q is None else q.numbers, token))
+    return _left(p, q, token)
 
 
 def without(q: Distribution, token: int) -> Distribution:
     """A source after one of its tokens was drawn and put aside."""
-    left = q.copy()
-    left[token] = q[token] - q[token]
+    return residual(q, None, token)
+
+
+def _left(p: Any, q: Any | None, token: int) -> Any:
+    """Arrays of fractions or tensors of floats."""
+    if q is None:
+        left = 1 * p
+        left[token] = 0 * left[token]
+    else:
+        left = (p - q) * (p > q)
     total = left.sum()
-    return left / total if total > 0 else q
+    return left / total if total > 0 else p  # all rejected with probability zero: rounding alone gets here
 
 
 class RejectionVerifier:
     """Speculative sampling over chains and trees; siblings count as drawn without replacement."""
 
     def judge(self, batch: Batch, draft: Draft, result: Result) -> Verdict:
-        broken, feeds = broken_rows(result), broken_feeds(result)
+        judged, feeds = Judged.of(batch, draft, result), broken_feeds(result)
+        walks = self._walks(batch, draft, judged)
+        drawing = [(batch.seqs[i], len(nodes), p) for i, (nodes, p) in walks.items() if p is not None]
+        drawn = dict(zip((seq for seq, _, _ in drawing), _drawn(drawing), strict=True))
         return Verdict(
             [
-                Decision(error=numerics_error(seq)) if i in feeds else self._decide(batch, draft, result, i, broken)
+                Decision(error=numerics_error(seq))
+                if i in feeds
+                else self._decide(batch, draft, result, i, walks, drawn)
                 for i, seq in enumerate(batch.seqs)
             ]
         )
 
-    def _decide(self, batch: Batch, draft: Draft, result: Result, i: int, broken: list[bool]) -> Decision:
-        seq = batch.seqs[i]
-        prompt = prompt_logprobs(seq, batch, i, result)
-        if not batch.complete(i):
+    def _walks(self, batch: Batch, draft: Draft, judged: Judged) -> dict[int, tuple[list[int], Row | None]]:
+        """The walk of each sequence that was fed to its end."""
+        if not judged.rows:
+            return {}
+        rows = [Row(row) for row in probabilities(judged.logits, judged.rows).double()]
+        sources = [_sources(draft, i, judged.logits.device) for i in range(len(batch))]
+        _read(rows, sources, draft, judged.spans)
+        broken = not_finite(judged.logits, True).tolist()
+        return {
+            i: walk(
+                draft.tokens[i], children(draft.parents[i]), [None if broken[n] else rows[n] for n in span],
+                sources[i].__getitem__, _coin(batch.seqs[i], draft, i),
+            )
+            for i, span in enumerate(judged.spans) if span
+        }  # fmt: skip
+
+    def _decide(
+        self,
+        batch: Batch,
+        draft: Draft,
+        result: Result,
+        i: int,
+        walks: dict[int, tuple[list[int], Row | None]],
+        drawn: dict[Sequence, int],
+    ) -> Decision:
+        seq, prompt = batch.seqs[i], prompt_logprobs(batch.seqs[i], batch, i, result)
+        if i not in walks:
             return Decision(prompt_logprobs=prompt)
-        rows = node_rows(batch, draft, i)
-        logits = result.of(i)[-len(rows) :]
-        bad = broken[result.packed.rows[i].stop - len(rows) : result.packed.rows[i].stop]
-        table = probabilities(logits, rows).double().cpu().numpy()
-        target = [None if b else row for row, b in zip(table, bad, strict=True)]
-        sources = _sources(draft, i)
-        nodes, tokens = walk(
-            draft.tokens[i], children(draft.parents[i]), target, sources.__getitem__, _coin(seq, draft, i), _draw(seq)
-        )
-        return decision(seq, logits, nodes, tokens, prompt)
+        nodes, _ = walks[i]
+        tokens = [draft.tokens[i][node] for node in nodes] + ([drawn[seq]] if seq in drawn else [])
+        return decision(seq, result.of(i)[-1 - len(draft.tokens[i]) :], nodes, tokens, prompt)
 
 
-def _sources(draft: Draft, i: int) -> list[Distribution | None]:
+def _sources(draft: Draft, i: int, device: torch.device) -> list[Row | None]:
     """What each node was drawn from; a younger sibling's source lacks its elders' tokens."""
     if draft.sources is None:
         return [None] * len(draft.tokens[i])
-    result: list[Distribution | None] = []
+    found: list[Row | None] = []
     for node, parent in enumerate(draft.parents[i]):
-        q = draft.sources[i][node].double().cpu().numpy()
+        q = Row(draft.sources[i][node].to(device).double())
         for elder in range(node):
             if draft.parents[i][elder] == parent:
                 q = without(q, draft.tokens[i][elder])
-        result.append(q)
-    return result
+        found.append(q)
+    return found
+
+
+def _read(rows: list[Row], sources: list[list[Row | None]], draft: Draft, spans: list[range]) -> None:
+    """Read the probabilities of all nodes, of the target and of the drafter, at once."""
+    asked: list[tuple[Row, int]] = []
+    for i, span in enumerate(spans):
+        for token, parent, q in zip(draft.tokens[i], draft.parents[i], sources[i], strict=True):
+            if span:
+                asked += [(rows[span.start + parent + 1], token), *([] if q is None else [(q, token)])]
+    if asked:
+        for (row, token), value in zip(asked, torch.stack([r.numbers[t] for r, t in asked]).tolist(), strict=True):
+            row.known[token] = value
 
 
 def _coin(seq: Sequence, draft: Draft, i: int) -> Coin:
@@ -139,9 +186,24 @@ def _coin(seq: Sequence, draft: Draft, i: int) -> Coin:
     return coin
 
 
-def _draw(seq: Sequence) -> Draw:
-    def draw(depth: int, p: Distribution) -> int:
-        u = rng.uniform(seq.seed, len(seq.tokens) + depth, rng.RESIDUAL)
-        return min(int(np.searchsorted(np.cumsum(p), u, side="right")), int(np.flatnonzero(p)[-1]))
+def _drawn(drawing: list[tuple[Sequence, int, Row]]) -> list[int]:
+    """A token for each (sequence, accepted nodes, distribution): where the running sum passes a number keyed by place.
 
-    return draw
+    Sums over blocks are read first, then the block in which the number falls.
+    """
+    if not drawing:
+        return []
+    table = torch.stack([p.numbers for _, _, p in drawing])
+    blocks = F.pad(table, (0, -table.shape[1] % BLOCK)).view(len(drawing), -1, BLOCK)
+    sums = blocks.sum(-1).cpu().numpy()
+    numbers = [rng.uniform(seq.seed, len(seq.tokens) + depth, rng.RESIDUAL) for seq, depth, _ in drawing]
+    chosen = [_place(line, number) for line, number in zip(sums, numbers, strict=True)]
+    where = torch.tensor(chosen, device=table.device)
+    inner = blocks[torch.arange(len(drawing), device=table.device), where].cpu().numpy()
+    left = [number - line[:block].sum() for number, line, block in zip(numbers, sums, chosen, strict=True)]
+    return [block * BLOCK + _place(line, rest) for block, line, rest in zip(chosen, inner, left, strict=True)]
+
+
+def _place(weights: Any, number: float) -> int:
+    """Where the running sum of weights passes a number; the last weight that is not zero if rounding prevents it."""
+    return min(int(np.searchsorted(np.cumsum(weights), number, side="right")), int(np.flatnonzero(weights)[-1]))

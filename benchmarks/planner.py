@@ -1,0 +1,169 @@
+"""k="auto" against every fixed k and against plain decoding: tokens a second over batches, drafters and qualities.
+
+python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
+    [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
+    [--temperature 0] [--minutes 60] [--plot FILE] [--small]
+
+A queue of prompts `--queue` times the batch is written, so that ended texts are replaced. On a GPU clocks are the wall's,
+elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" drafts
+what plain decoding wrote and from the middle of each text on the same wrong tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import Session, say, synchronize
+from faircopy import LLM, SamplingParams
+from faircopy.bench.record import collect
+from faircopy.drafters.base import Drafter, chains
+from faircopy.types import Batch, Draft, Sequence
+
+
+class Useless(Drafter):
+    """Tokens that the target does not choose: the last token again and again."""
+
+    def propose(self, batch: Batch) -> Draft:
+        return chains(batch, lambda seq, max_nodes: [(seq.tokens[-1] + 1) % 100 + 3] * max_nodes)
+
+
+class Turns(Drafter):
+    """What plain decoding wrote, and from the middle of each text on what is never right."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        self._known = known
+
+    def propose(self, batch: Batch) -> Draft:
+        return chains(batch, self._chain)
+
+    def _chain(self, seq: Sequence, max_nodes: int) -> list[int]:
+        text, done = self._known.get(tuple(seq.prompt), []), len(seq.output)
+        right = text[done : done + max_nodes]
+        return right if 2 * done < len(text) else [(token + 1) % 100 + 3 for token in right]
+
+
+class Trial:
+    """One pair of models, its prompts, and the clock."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._session = args, Session(args)
+        self.cuda = torch.cuda.is_available()
+        self.plain: dict[tuple[int, ...], list[int]] = {}
+
+    def prompts(self, count: int) -> list[list[int]]:
+        return self._session.prompts(count)
+
+    def llm(self, drafter: str | None, k: int | str, batch: int, **options: Any) -> LLM:
+        pair = self._args.pair
+        draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
+        if pair in ("bundled", "widened"):
+            draft = "clover" if draft == "head" else draft
+            made = self._session.llm(pair, draft, k=k, max_batch=batch, **options)
+        else:
+            made = LLM(pair, draft, k=k, max_batch=batch, **options)
+        if self.cuda:
+            made.warm_up()
+        return made
+
+    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+        """Tokens a second, and the texts."""
+        synchronize()
+        begin = self._now()
+        found = [answer.token_ids for answer in llm.generate(prompts, wanted, progress=False)]
+        synchronize()
+        return sum(map(len, found)) / (self._now() - begin), found
+
+    def _now(self) -> float:
+        return time.perf_counter() if self.cuda else time.process_time()
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    trial = Trial(args)
+    for batch in args.batches:
+        count = max(args.queue * batch, 4)
+        prompts = trial.prompts(count)
+        wanted = [
+            SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=n, ignore_eos=True)
+            for n in range(count)
+        ]
+        plain, texts = trial.rate(trial.llm(None, 0, batch), prompts, wanted)
+        trial.plain = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+        yield {"batch": batch, "drafter": "none", "k": 0, "tokens_per_s": plain, "times_plain": 1.0}
+        for drafter in args.drafters:
+            if trial._session.late:
+                return
+            for k, options in ways(args):
+                llm = trial.llm(drafter, k, batch, **options)
+                rate, found = trial.rate(llm, prompts, wanted)
+                yield {
+                    "batch": batch, "drafter": drafter, "k": k, **options, "tokens_per_s": rate,
+                    "times_plain": rate / plain, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
+                    "of": count, "why": llm.explain()["draft_length"],
+                    **{name: llm.metrics()[name] for name in ("acceptance", "tokens_per_step", "steps")},
+                }  # fmt: skip
+                del llm
+
+
+def ways(args: argparse.Namespace) -> list[tuple[int | str, dict[str, str]]]:
+    return [*((k, {}) for k in args.fixed), *(("auto", {"quality": quality}) for quality in args.qualities)]
+
+
+def plot(found: list[dict[str, Any]], file: str) -> None:
+    """Times plain over the batch: every fixed k, and auto."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drafters = list(dict.fromkeys(row["drafter"] for row in found if row["drafter"] != "none"))
+    figure, axes = pyplot.subplots(1, len(drafters), figsize=(4.2 * len(drafters), 3.6), squeeze=False, sharey=True)
+    for axis, drafter in zip(axes[0], drafters, strict=True):
+        mine = [row for row in found if row["drafter"] == drafter]
+        for name in dict.fromkeys((row["k"], row.get("quality")) for row in mine):
+            line = [row for row in mine if (row["k"], row.get("quality")) == name]
+            auto = name[0] == "auto"
+            axis.plot(
+                [row["batch"] for row in line], [row["times_plain"] for row in line], "o-" if auto else ".--",
+                label=f"auto, {name[1]}" if auto else f"k {name[0]}", linewidth=2 if auto else 1,
+            )  # fmt: skip
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(title=f"drafter: {drafter}", xlabel="batch", xscale="log")
+        axis.set_xticks(sorted({row["batch"] for row in mine}), labels=sorted({row["batch"] for row in mine}))
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("tokens a second, times plain")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="/dev/null")
+    parser.add_argument("--pair", default="bundled")
+    parser.add_argument("--drafters", nargs="+", default=["model", "ngram"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--fixed", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--qualities", nargs="*", default=["both"])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--queue", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--plot")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    found = []
+    for row in collect(args.out, vars(args), rows(args)):
+        say(row)
+        found.append(row)
+    if args.plot:
+        plot(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What steps cost: seconds by batch and draft length, measured once and kept, corrected by what running steps take."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SMOOTHING = 0.02  # share of a new measurement in a factor
+NEAR = 3  # steps of a kind after which the level follows it
+LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
+SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of a pass by its rows, at the sizes that were measured."""
+
+    points: tuple[tuple[int, float], ...] = ()  # rising
+    stepped: bool = False  # a size in between costs what the next larger one does, as captured passes do
+
+    def __call__(self, rows: int) -> float:
+        """On the line between two sizes, or on the last one drawn further."""
+        sizes = [size for size, _ in self.points]
+        at = bisect_left(sizes, rows)
+        if at < len(sizes) and (self.stepped or sizes[at] == rows or at == 0):
+            return self.points[at][1]
+        (low, first), (high, last) = (
+            self.points[max(0, at - 1 - (at == len(sizes)))],
+            self.points[min(at, len(sizes) - 1)],
+        )
+        if high == low:
+            return last * rows / high
+        return first + max(0.0, last - first) * (rows - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Measured costs of one target and drafter on one device."""
+
+    target: Curve
+    draft: Curve = Curve()  # of a draft model; empty: drafting costs nothing
+    steps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # (batch slots, k) -> seconds, captured
+    measured: bool = True
+
+    def step(self, batch: int, k: int, rows: int | None = None) -> float:
+        """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
+        captured = [seconds for (size, nodes), seconds in self.steps.items() if nodes == k and size >= batch]
+        if captured:
+            return min(captured)
+        drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
+        return self.target(batch * (k + 1) if rows is None else rows) + drafting
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target.points,
+            "draft": self.draft.points,
+            "stepped": self.target.stepped,
+            "steps": [[size, k, seconds] for (size, k), seconds in self.steps.items()],
+        }
+
+    @classmethod
+    def of_json(cls, kept: Mapping[str, Any]) -> CostTable:
+        target, draft = (
+            Curve(tuple((int(rows), float(seconds)) for rows, seconds in kept[name]), bool(kept["stepped"]))
+            for name in ("target", "draft")
+        )
+        return cls(target, draft, {(size, k): seconds for size, k, seconds in kept["steps"]})
+
+
+GUESSED = CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False)  # its shape is corrected by what is measured
+
+
+@dataclass(slots=True)
+class _Cell:
+    factor: float = 1.0  # measured over expected, with the level taken out
+    count: int = 0
+
+
+class StepCosts:
+    """A cost table that follows what steps really take.
+
+    One level for all steps follows growing texts and a busy machine; factors by (batch, k) correct the table's shape.
+    """
+
+    def __init__(self, table: CostTable = GUESSED) -> None:
+        self.table = table
+        self._level = 0.0  # 0: nothing was measured
+        self._cells: dict[tuple[int, int], _Cell] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether the table's shape can be trusted before a step of the kind has run."""
+        return self.table.measured
+
+    def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
+        cell = self._cells.setdefault((bucket(batch), k), _Cell())
+        cell.count += 1
+        expected = self.table.step(batch, k, rows)
+        if self._level == 0.0:
+            self._level = seconds / expected
+        found = seconds / (expected * self._level)
+        if cell.count == 1 and found > SLOW_START:
+            return  # it may have compiled or captured something
+        if cell.count > NEAR:
+            self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
+        cell.factor += max(SMOOTHING, 1.0 / cell.count) * (found - cell.factor)
+
+    def tried(self, batch: int, k: int) -> int:
+        cell = self._cells.get((bucket(batch), k))
+        return 0 if cell is None else cell.count
+
+    def of(self, batch: int, k: int, rows: int | None = None) -> float:
+        """Seconds of a step; before anything was measured, in the table's own unit."""
+        return self.table.step(batch, k, rows) * (self._level or 1.0) * self._factor(bucket(batch), k)
+
+    def _factor(self, size: int, k: int) -> float:
+        """Its own correction, or that of the nearest k of this batch, or of any batch."""
+        known = [(abs(n - k), cell) for (b, n), cell in self._cells.items() if b == size and cell.count]
+        if not known:
+            known = [(abs(n - k), cell) for (_, n), cell in self._cells.items() if cell.count]
+        return min(known, key=lambda pair: pair[0])[1].factor if known else 1.0
+
+
+def bucket(batch: int) -> int:
+    """Batches that share their times: the next power of two."""
+    return 1 << max(0, batch - 1).bit_length()

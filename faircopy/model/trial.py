@@ -1,0 +1,61 @@
+"""Passes of a known size over a cache of their own, for timing: what they compute does not matter."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from faircopy.costs import Curve
+from faircopy.layout.base import Packed
+from faircopy.layout.block_tables import BlockTables
+from faircopy.layout.paged import PagedLayout
+from faircopy.layout.pool import PagePool
+from faircopy.model.base import Model
+from faircopy.types import Batch, Draft, Request, Sequence
+
+PAGE = 32
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CONTEXT = 128
+LEAST = 2  # sizes that are timed whatever it takes
+
+
+@torch.no_grad()
+def pass_curve(model: Model, most: int, seconds: float) -> Curve:
+    """Seconds of a pass by its rows, each of a sequence of its own, up to `most`; measuring takes about `seconds`."""
+    found: list[tuple[int, float]] = []
+    end = time.perf_counter() + seconds
+    for rows in SIZES:
+        if found and (rows > 2 * most or (len(found) >= LEAST and time.perf_counter() + 3 * found[-1][1] > end)):
+            break
+        layout, packed = scene(model, rows, 1, min(CONTEXT, model.context // 2))
+        found.append((rows, max(min(_timed(model, layout, packed) for _ in range(3)), found[-1][1] if found else 0.0)))
+    return Curve(tuple(found))
+
+
+def _timed(model: Model, layout: PagedLayout, packed: Packed) -> float:
+    begin = time.perf_counter()
+    model.forward(packed, layout)
+    return time.perf_counter() - begin
+
+
+def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
+    """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
+    tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
+    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
+    for layer in range(len(model.layers)):
+        for pool in layout.pools(layer):
+            pool.normal_()
+    seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
+    for seq in seqs:
+        layout.set_cached(seq, 0 if first else context - 1)
+    nodes = [[] if first else list(range(1, rows)) for _ in seqs]
+    lengths = [len(chain) for chain in nodes]
+    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
+
+
+def _sequence(n: int, length: int, tables: BlockTables, tokens: int) -> Sequence:
+    seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
+    tables.open(seq)
+    tables.reserve(seq, tokens)
+    return seq

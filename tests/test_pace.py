@@ -1,0 +1,55 @@
+"""Waiting for a step in flight: as long as its end allows, and never when nothing is known of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from faircopy.pace import DRIFT, MARGIN, Pace
+
+
+@dataclass(frozen=True)
+class Step:
+    kind: str
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_waits_until_the_next_step_can_just_be_started_in_time(clock: list[float]) -> None:
+    pace, step = Pace(), Step("a")
+    assert pace.collected(step, more=True) is None
+    assert pace.spare_time(step) == 0.0  # nothing is known yet
+    pace.started(0.002)
+    clock[0] += 0.010
+    assert pace.collected(step, more=True) == pytest.approx(0.010)
+    assert pace.spare_time(step) == pytest.approx(0.010 - 0.002 - MARGIN)
+    assert pace.spare_time(Step("b")) == 0.0
+    clock[0] += 0.009
+    assert pace.spare_time(step) == 0.0
+
+
+def test_a_delay_does_not_become_the_expectation(clock: list[float]) -> None:
+    """If waiting has made the device idle, the next wait is not longer for it."""
+    pace, step = Pace(), Step("a")
+    pace.collected(step, more=True)
+    for seconds in (0.010, 0.030, 0.030):
+        clock[0] += seconds
+        pace.collected(step, more=True)
+    assert pace.spare_time(step) <= 0.010 * DRIFT**2
+
+
+def test_a_step_that_does_not_follow_another_is_not_timed(clock: list[float]) -> None:
+    pace, step = Pace(), Step("a")
+    pace.collected(step, more=False)
+    clock[0] += 1.0
+    assert pace.collected(step, more=True) is None
+    pace.stop()
+    clock[0] += 1.0
+    assert pace.collected(step, more=True) is None
