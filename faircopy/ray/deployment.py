@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,7 @@ from faircopy.server.endpoints import BODIES
 from faircopy.server.settings import ServerConfig
 
 Json = dict[str, Any]
+NAME = "faircopy"  # of the application in Ray Serve
 BUSY = (429, 503)  # a replica that refuses a moved stream with one of these is asked again
 BUSY_WAIT = 0.5  # seconds
 CONNECTION_HEADERS = (b"content-length", b"transfer-encoding", b"connection", b"host")  # belong to one connection
@@ -54,7 +57,7 @@ class Fleet:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError("max_replicas", self.max_replicas, "below replicas", "pass at least as many")
 
-    def options(self, most_requests: int) -> Json:
+    def options(self, most_requests: int, drain: float) -> Json:
         """The replicas' deployment, in Ray Serve's words."""
         gpus = self.gpus if self.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
         scaling: Json = {"num_replicas": self.replicas}
@@ -67,7 +70,7 @@ class Fleet:
             "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": gpus},
             "health_check_period_s": 5.0,
             "health_check_timeout_s": 30.0,
-            "graceful_shutdown_timeout_s": 60.0,
+            "graceful_shutdown_timeout_s": drain,
             "request_router_config": RequestRouterConfig(
                 request_router_class=PrefixRouter, request_router_kwargs={"threshold": self.busy_threshold}
             ),
@@ -182,16 +185,33 @@ LOST = json.dumps({"error": {"message": "no replica could answer", "type": "over
 
 def application(make: Callable[[], LLM], config: ServerConfig, fleet: Fleet, most_requests: int) -> serve.Application:
     """What `serve.run` takes. make: loads a replica's LLM; most_requests: that a replica has at once."""
-    replica = serve.deployment(Replica, **fleet.options(most_requests)).bind(make, config)
+    replica = serve.deployment(Replica, **fleet.options(most_requests, config.drain)).bind(make, config)
     ingress = serve.deployment(Ingress, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
     return ingress.bind(replica, fleet.hedge)
 
 
 def run(make: Callable[[], LLM], config: ServerConfig, fleet: Fleet, most_requests: int) -> None:
-    """Serve until a signal comes, on the cluster of RAY_ADDRESS or on this machine."""
-    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    """Serve until a signal comes, on the cluster of RAY_ADDRESS or on this machine; a second signal ends at once."""
+    ray.init(ignore_reinit_error=True)
+    ended = _signalled()
     serve.start(http_options={"host": config.host, "port": config.port})
-    serve.run(application(make, config, fleet, most_requests), name="faircopy", blocking=True)
+    serve.run(application(make, config, fleet, most_requests), name=NAME)
+    ended.wait()
+    serve.delete(NAME)  # drains the replicas
+    ray.shutdown()
+
+
+def _signalled() -> threading.Event:
+    """Set by the first signal; the next one does what it does by default."""
+    ended = threading.Event()
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    return ended
 
 
 def build(options: Json) -> serve.Application:
