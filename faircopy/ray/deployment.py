@@ -62,8 +62,7 @@ class Fleet:
         gpus = self.gpus if self.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
         scaling: Json = {"num_replicas": self.replicas}
         if self.max_replicas is not None:
-            limits = {"min_replicas": self.replicas, "max_replicas": self.max_replicas}
-            scaling = {"autoscaling_config": AutoscalingConfig(**limits, target_ongoing_requests=self.queue_target)}
+            scaling = {"autoscaling_config": self._autoscaling()}
         return {
             **scaling,
             "max_ongoing_requests": most_requests,
@@ -75,6 +74,17 @@ class Fleet:
                 request_router_class=PrefixRouter, request_router_kwargs={"threshold": self.busy_threshold}
             ),
         }
+
+    def _autoscaling(self) -> AutoscalingConfig:
+        """By requests per replica, averaged over ten seconds: a full queue must not wait for half a minute."""
+        return AutoscalingConfig(
+            min_replicas=self.replicas,
+            max_replicas=self.max_replicas,
+            target_ongoing_requests=self.queue_target,
+            metrics_interval_s=2.0,
+            look_back_period_s=10.0,
+            upscale_delay_s=5.0,
+        )
 
 
 class Replica:

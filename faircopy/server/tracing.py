@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from faircopy.types import Request
 
+log = logging.getLogger("faircopy.server")
 try:
     from opentelemetry import trace
 except ImportError:
@@ -16,14 +18,15 @@ except ImportError:
 
 
 def set_up() -> bool:
-    """Send spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names; false if there is none to send to."""
-    if trace is None or not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+    """Send spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names; false if there is none, or no exporter."""
+    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         return False
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
+    except ImportError as error:
+        log.warning("no spans are sent (%s): pip install opentelemetry-exporter-otlp-proto-http", error)
         return False
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
