@@ -28,6 +28,7 @@ from benchmarks.arrivals import arrivals, percentiles
 RESULTS = Path(__file__).parent / "results"
 BATCH, PROMPT, TOKENS = 32, 260, 128  # of arrivals-h200.json
 GROUPS_PER_REPLICA, SHARED, CACHED = 8, 0.75, 16  # groups; share of a prompt; groups that a replica's cache holds
+PERIOD = 4.0  # seconds between bursts
 THRESHOLD = 8  # requests by which the replica with the prefix may be busier: Fleet.busy_threshold
 
 
@@ -164,10 +165,10 @@ def poisson(rate: float, until: float) -> Iterator[float]:
 
 
 def bursty(rate: float, until: float) -> Iterator[float]:
-    """One second in four has three times the rate, the others a third."""
+    """The first quarter of a period has three times the rate, the rest a third."""
     now = 0.0
     while now < until:
-        now += random.expovariate(rate * (3.0 if now % 4 < 1 else 1 / 3))
+        now += random.expovariate(rate * (3.0 if now % PERIOD < PERIOD / 4 else 1 / 3))
         yield now
 
 
@@ -192,7 +193,7 @@ def row(size: int, kind: str, policy: str, drafter: str, load: float, args: argp
     random.seed(0)
     costs = Costs.read(drafter)
     rate = load * costs.capacity() * size
-    until = min(args.seconds, max(3.0, args.requests / rate))
+    until = PERIOD * round(min(args.seconds, max(PERIOD, args.requests / rate)) / PERIOD)
     groups = iter(lambda: random.randrange(GROUPS_PER_REPLICA * size), None)
     run = simulate(Fleet(size, costs), ARRIVALS[kind](rate, until), groups, ROUTES[policy], args.tick)
     tokens_per_s = run.requests * TOKENS / until
@@ -239,9 +240,7 @@ def plot(rows: list[dict[str, Any]], load: float, path: Path) -> None:
             line = [found for found in sizes if (found["arrivals"], found["policy"]) == (kind, policy)]
             line = list({found["replicas"]: found for found in line}.values())
             axes.plot([f["replicas"] for f in line], [f["first_ms_p99"] for f in line], marker="o", label=policy)
-        axes.set(
-            xscale="log", yscale="log", xlabel="replicas", ylabel="first token, p99, ms", title=f"{kind}, load {load}"
-        )
+        axes.set(xscale="log", xlabel="replicas", ylabel="first token, p99, ms", title=f"{kind}, load {load}")
         axes.legend()
     for drafter in ("none", "model"):
         line = [f for f in rows if (f["replicas"], f["drafter"], f["policy"]) == (10, drafter, "prefix")]
@@ -263,7 +262,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.7, help="share of the fleet's capacity")
     parser.add_argument("--price", type=float, default=3.0, help="of a replica's hour")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at most")
-    parser.add_argument("--requests", type=int, default=20_000, help="of one simulation, about; three seconds at least")
+    parser.add_argument("--requests", type=int, default=20_000, help="of one simulation, about; four seconds at least")
     parser.add_argument("--tick", type=float, default=0.005, help="seconds")
     parser.add_argument("--out", type=Path, help="folder for fleet.json and fleet.png")
     args = parser.parse_args()
