@@ -220,6 +220,7 @@ def serve(
         shadow_audit=shadow_audit, audit_folder=audit_folder, spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
     )  # fmt: skip
     if replicas == 1 and max_replicas is None:
+        _refuse_without("--hedge", hedge, "--replicas or --max-replicas")
         run(make(), log_format, log_level, api_keys, **server)
     else:
         fleet = {"replicas": replicas, "max_replicas": max_replicas, "hedge": hedge}
@@ -247,6 +248,8 @@ def batch(
     from faircopy.terminal.batch import answers_of, run
     from faircopy.terminal.batch_file import BatchFile
 
+    if not ray:
+        _refuse_without("--replicas", replicas if replicas > 1 else None, "--ray")
     writable("--out", out)
     file = BatchFile(requests, out)
     options = _engine_options(dtype, device, memory, threads, exact)
@@ -374,6 +377,11 @@ def _engine_options(dtype: str, device: str, memory: str | None, threads: int | 
     """LLM's keywords; those that were left out are left to LLM."""
     given = {"memory": memory, "threads": threads}
     return {"dtype": dtype, "device": device, "exact": exact, **{n: v for n, v in given.items() if v is not None}}
+
+
+def _refuse_without(option: str, value: Any, needed: str) -> None:
+    if value is not None:
+        raise ConfigError(option, value, f"given without {needed}", f"add {needed}")
 
 
 def _llm(target: str | None, draft: str | None, k: str, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 
 from faircopy import LLM, bundled
 from faircopy.server import relay
+from faircopy.testing import ByteTokenizer, TableModel
 from tests.server_helpers import Running, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -140,6 +142,33 @@ def test_a_slow_answer_is_hedged() -> None:
         return [piece async for piece in relay.hedged({"prompt": "x"}, send, 0.05)]
 
     assert asyncio.run(run()) == [b"from 1"] and len(asked) == 2 and sorted(closed) == [0, 1]
+
+
+def test_an_application_is_called_without_a_network() -> None:
+    """As a replica calls it: keys are asked for, a stream comes as it is written, and leaving frees the pages."""
+    from faircopy.ray.asgi import Head, call
+    from faircopy.server.app import create_app
+    from faircopy.server.settings import ServerConfig
+
+    llm = LLM(TableModel(256, 4096), tokenizer=ByteTokenizer(), memory="64MiB")
+    app = create_app(llm, ServerConfig(api_keys=("key",)))
+    body = json.dumps({"prompt": "abc", "max_tokens": 3000, "ignore_eos": True, "stream": True}).encode()
+    plain = [(b"content-type", b"application/json")]
+
+    async def run() -> None:
+        app.state.service.start()
+        refused = [piece async for piece in call(app, "POST", COMPLETIONS, plain, body)]
+        assert isinstance(refused[0], Head) and refused[0].status == 401
+        known = [*plain, (b"authorization", b"Bearer key")]
+        async with contextlib.aclosing(call(app, "POST", COMPLETIONS, known, body)) as pieces:
+            head, first = await anext(pieces), await anext(pieces)
+            assert isinstance(head, Head) and head.status == 200 and isinstance(first, bytes)
+            assert first.startswith(b"data: {") and app.state.service.open == 1
+        assert app.state.service.open == 0
+        await app.state.service.stop()
+
+    asyncio.run(run())
+    assert llm.engine.tables.held() == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 Headers = list[tuple[bytes, bytes]]
@@ -16,7 +16,7 @@ class Head(NamedTuple):
     headers: Headers
 
 
-async def call(app: Any, method: str, path: str, headers: Headers, body: bytes) -> AsyncIterator[Head | bytes]:
+async def call(app: Any, method: str, path: str, headers: Headers, body: bytes) -> AsyncGenerator[Head | bytes]:
     """The answer's head, then its body as it is written; leaving early ends the request in the application."""
     sent: asyncio.Queue[Any] = asyncio.Queue()
     unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -10,7 +10,8 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -153,17 +154,17 @@ class Ingress:
         send = partial(self._send, "POST", path, headers)
         return send if self._hedge is None else lambda body: relay.hedged(body, send, self._hedge or 0.0)
 
-    async def _send(self, method: str, path: str, headers: Headers, body: Json) -> AsyncIterator[bytes]:
+    async def _send(self, method: str, path: str, headers: Headers, body: Json) -> AsyncGenerator[bytes]:
         """One replica's answer, which must be 200."""
-        pieces = self._pieces(method, path, headers, body)
-        head = await anext(pieces)
-        if head.status in BUSY and body.get("continued"):
-            await asyncio.sleep(BUSY_WAIT)
-            raise relay.ReplicaLost(f"a replica refused with {head.status}")
-        if head.status != 200:
-            raise Refused(head, b"".join([piece async for piece in pieces]))
-        async for piece in pieces:
-            yield piece
+        async with aclosing(self._pieces(method, path, headers, body)) as pieces:
+            head = await anext(pieces)
+            if head.status in BUSY and body.get("continued"):
+                await asyncio.sleep(BUSY_WAIT)
+                raise relay.ReplicaLost(f"a replica refused with {head.status}")
+            if head.status != 200:
+                raise Refused(head, b"".join([piece async for piece in pieces]))
+            async for piece in pieces:
+                yield piece
 
     async def _pass(self, method: str, path: str, headers: Headers, content: bytes) -> Response:
         async def attempt() -> list[Any]:
@@ -172,7 +173,7 @@ class Ingress:
         head, *body = await relay.retried(attempt)
         return _response(b"".join(body), head)
 
-    async def _pieces(self, method: str, path: str, headers: Headers, body: Json | bytes) -> AsyncIterator[Any]:
+    async def _pieces(self, method: str, path: str, headers: Headers, body: Json | bytes) -> AsyncGenerator[Any]:
         """The head and the body's pieces, of the replica that Ray Serve's router chooses.
 
         A client that leaves ends the request there too.
@@ -241,10 +242,11 @@ def _object(content: bytes) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in rest:
-        yield piece
+async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece
 
 
 def _response(body: bytes, head: Any) -> Response:

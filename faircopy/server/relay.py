@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Json = dict[str, Any]
 T = TypeVar("T")
-Send = Callable[[Json], AsyncIterator[bytes]]
+Send = Callable[[Json], AsyncGenerator[bytes]]
 MOVES = 8  # of one answer at most: a request that ends every replica must not end all of them
 DONE = "[DONE]"
 
@@ -62,15 +62,16 @@ class Progress:
         return {**event, **self._head}
 
 
-async def stream(body: Json, send: Send) -> AsyncIterator[bytes]:
+async def stream(body: Json, send: Send) -> AsyncGenerator[bytes]:
     """The events of a streamed answer."""
     progress = Progress(body)
     for move in range(MOVES + 1):
         try:
-            async for event in events(send(progress.body)):
-                yield b"data: " + (DONE if event is None else json.dumps(progress.note(event))).encode() + b"\n\n"
-                if event is None:
-                    return
+            async with contextlib.aclosing(events(send(progress.body))) as coming:
+                async for event in coming:
+                    yield b"data: " + (DONE if event is None else json.dumps(progress.note(event))).encode() + b"\n\n"
+                    if event is None:
+                        return
             raise ReplicaLost("the stream ended early")
         except ReplicaLost:
             if move == MOVES:
@@ -95,37 +96,43 @@ async def retried(attempt: Callable[[], Awaitable[T]]) -> T:
     return await attempt()
 
 
-async def hedged(body: Json, send: Send, seconds: float) -> AsyncIterator[bytes]:
+async def hedged(body: Json, send: Send, seconds: float) -> AsyncGenerator[bytes]:
     """One replica's answer; if its first bytes take too long, another one's if those come earlier."""
     streams = [send(body)]
     firsts = [asyncio.ensure_future(anext(streams[0]))]
-    done, _ = await asyncio.wait(firsts, timeout=seconds)
-    if not done:
-        streams.append(send(body))
-        firsts.append(asyncio.ensure_future(anext(streams[1])))
-        done, _ = await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
-    winner = next(place for place, first in enumerate(firsts) if first in done)
     try:
-        for place, loser in enumerate(firsts):
-            if place != winner:
-                loser.cancel()
-                await asyncio.gather(loser, return_exceptions=True)
-                await streams[place].aclose()  # type: ignore[attr-defined]
+        done, _ = await asyncio.wait(firsts, timeout=seconds)
+        if not done:
+            streams.append(send(body))
+            firsts.append(asyncio.ensure_future(anext(streams[1])))
+            done, _ = await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
+        winner = next(place for place, first in enumerate(firsts) if first in done)
+        await _end(firsts, streams, but=winner)
         yield firsts[winner].result()
         async for piece in streams[winner]:
             yield piece
     finally:
-        await streams[winner].aclose()  # type: ignore[attr-defined]
+        await _end(firsts, streams)
 
 
-async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[Json | None]:
+async def _end(firsts: list[asyncio.Task[bytes]], streams: list[AsyncGenerator[bytes]], but: int = -1) -> None:
+    """Leave answers, so that their replicas stop writing them."""
+    for place, (first, stream) in enumerate(zip(firsts, streams, strict=True)):
+        if place != but:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await stream.aclose()
+
+
+async def events(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[Json | None]:
     """Server-sent events as objects, None for the last one; a piece may hold several or a part of one."""
     rest = b""
-    async for piece in pieces:
-        *complete, rest = (rest + piece).split(b"\n\n")
-        for event in complete:
-            text = event.decode().removeprefix("data: ")
-            yield None if text == DONE else json.loads(text)
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            *complete, rest = (rest + piece).split(b"\n\n")
+            for event in complete:
+                text = event.decode().removeprefix("data: ")
+                yield None if text == DONE else json.loads(text)
 
 
 def seeded(body: Json) -> Json:
