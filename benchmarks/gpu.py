@@ -26,7 +26,7 @@ from faircopy.model.loader import load_eos, load_model, load_tokenizer
 from faircopy.model.selftest import self_test
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-Way = tuple[str, int, dict[str, Any], int]
+Way = tuple[str, int | str, dict[str, Any], int]
 Rows = Iterator[dict[str, Any]]
 BEGIN = time.perf_counter()
 
@@ -162,6 +162,7 @@ def ways(which: str) -> list[Way]:
     squeezed = {"bundled": "12MiB", "widened": "1000MiB", "transformers": "12MiB"}[which]
     if which == "transformers":
         return [("model", 3, {"max_batch": 32}, 1), ("ngram", 4, {"max_batch": 16, "memory": squeezed, "chunk": 96}, 1)]
+    auto: Way = ("model", "auto", {"max_batch": 64}, 2)
     squeeze: Way = ("model", 3, {"max_batch": 64, "memory": squeezed, "chunk": 96}, 2)
     some: list[Way] = [
         ("model", 5, {"max_batch": 64}, 1),
@@ -174,8 +175,10 @@ def ways(which: str) -> list[Way]:
         ("ngram", 7, {"max_batch": 8}, 16),
         ("clover", 4, {"max_batch": 64}, 4),
         ("clover", 12, {"max_batch": 16}, 8),
+        ("clover", "auto", {"max_batch": 32}, 4),
+        ("ngram", "auto", {"max_batch": 64}, 4),
     ]
-    return [*some, squeeze] if which == "widened" else [*some, *more, squeeze]
+    return [*some, auto, squeeze] if which == "widened" else [*some, *more, auto, squeeze]
 
 
 def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:

@@ -4,9 +4,10 @@ python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--d
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--temperature 0] [--minutes 60] [--plot FILE] [--small]
 
-A queue of prompts `--queue` times the batch is written, so that ended texts are replaced. On a GPU clocks are the wall's,
-elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" drafts
-what plain decoding wrote and from the middle of each text on the same wrong tokens.
+A queue of prompts `--queue` times the batch is written, and ended texts are replaced. On a GPU clocks are the wall's,
+elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
+plain decoding wrote, and wrong tokens from the middle of each text on. "head" is the bundled Clover head; for the
+widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import Session, say, synchronize
-from faircopy import LLM, SamplingParams
+from benchmarks.gpu import TINY, Session, say, synchronize
+from benchmarks.heads_wide import WidenedHead, wide_head
+from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
+from faircopy.bench.shapes import QWEN3
 from faircopy.drafters.base import Drafter, chains
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.trees import Tree
+from faircopy.model.loader import load_model
 from faircopy.types import Batch, Draft, Sequence
+
+Texts = list[list[int]]
 
 
 class Useless(Drafter):
@@ -53,29 +61,55 @@ class Trial:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._session = args, Session(args)
         self.cuda = torch.cuda.is_available()
+        self._wide: Any = None
         self.plain: dict[tuple[int, ...], list[int]] = {}
+
+    @property
+    def late(self) -> bool:
+        return self._session.late
 
     def prompts(self, count: int) -> list[list[int]]:
         return self._session.prompts(count)
 
-    def llm(self, drafter: str | None, k: int | str, batch: int, **options: Any) -> LLM:
+    def llm(self, drafter: str | None, k: int | str, **options: Any) -> LLM:
         pair = self._args.pair
         draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
-        if pair in ("bundled", "widened"):
-            draft = "clover" if draft == "head" else draft
-            made = self._session.llm(pair, draft, k=k, max_batch=batch, **options)
+        options |= {"k": k, "max_batch": max(self._args.batches)}
+        if pair == "widened":
+            target, small = self._session.widened()
+            own = {"model": small, "head": self._head(target) if draft == "head" else None}.get(str(draft), draft)
+            made = LLM(target, own, tokenizer=self._session.tokenizer, **options)
+        elif pair == "bundled":
+            made = self._session.llm(pair, "clover" if draft == "head" else draft, **options)
         else:
-            made = LLM(pair, draft, k=k, max_batch=batch, **options)
+            made = LLM(pair, draft, **options)
         if self.cuda:
             made.warm_up()
         return made
 
-    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams]) -> tuple[float, list[list[int]]]:
-        """Tokens a second, and the texts."""
+    def _head(self, target: Any) -> Any:
+        """The bundled head's guesses at the cost of a wide one, as chains."""
+        if self._wide is None:
+            source = load_model(bundled.target(), target.dtype, target.device)
+            small = load_head(bundled.named("clover"), source).to(target.dtype)
+            shape = TINY if self._args.small else QWEN3["qwen3-8b"]
+            self._wide = WidenedHead(small, wide_head(small, shape, target)).bind(target.token_weights())
+            self._wide.tree = Tree
+        return self._wide
+
+    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Texts]:
+        """Tokens a second with `batch` texts at a time, and the texts."""
+        requests = [llm.request(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
+        engine, seqs, live = llm.engine, [], 0
         synchronize()
         begin = self._now()
-        found = [answer.token_ids for answer in llm.generate(prompts, wanted, progress=False)]
+        while len(seqs) < len(requests) or engine.busy:
+            while live < batch and len(seqs) < len(requests):
+                seqs.append(engine.add(requests[len(seqs)]))
+                live += 1
+            live -= sum(output.finished is not None for output in engine.step())
         synchronize()
+        found = [seq.output for seq in seqs]
         return sum(map(len, found)) / (self._now() - begin), found
 
     def _now(self) -> float:
@@ -84,33 +118,44 @@ class Trial:
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     trial = Trial(args)
-    for batch in args.batches:
-        count = max(args.queue * batch, 4)
-        prompts = trial.prompts(count)
-        wanted = [
-            SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=n, ignore_eos=True)
-            for n in range(count)
-        ]
-        plain, texts = trial.rate(trial.llm(None, 0, batch), prompts, wanted)
-        trial.plain = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
-        yield {"batch": batch, "drafter": "none", "k": 0, "tokens_per_s": plain, "times_plain": 1.0}
-        for drafter in args.drafters:
-            if trial._session.late:
-                return
-            for k, options in ways(args):
-                llm = trial.llm(drafter, k, batch, **options)
-                rate, found = trial.rate(llm, prompts, wanted)
-                yield {
-                    "batch": batch, "drafter": drafter, "k": k, **options, "tokens_per_s": rate,
-                    "times_plain": rate / plain, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
-                    "of": count, "why": llm.explain()["draft_length"],
-                    **{name: llm.metrics()[name] for name in ("acceptance", "tokens_per_step", "steps")},
-                }  # fmt: skip
-                del llm
+    queues = {batch: queue(args, trial, batch) for batch in args.batches}
+    plain: dict[int, tuple[float, Texts]] = {}
+    for drafter, k, options in ways(args):
+        if trial.late:
+            return
+        llm = trial.llm(drafter, k, **options)
+        for batch, (prompts, wanted) in queues.items():
+            before = llm.metrics()
+            rate, found = trial.rate(llm, prompts, wanted, batch)
+            if drafter is None:
+                plain[batch] = rate, found
+                trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
+            base, texts = plain[batch]
+            steps = llm.metrics()["sequence_steps"] - before["sequence_steps"]
+            yield {
+                "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
+                "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
+                "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
+                "why": llm.explain()["draft_length"],
+            }  # fmt: skip
+        del llm
 
 
-def ways(args: argparse.Namespace) -> list[tuple[int | str, dict[str, str]]]:
-    return [*((k, {}) for k in args.fixed), *(("auto", {"quality": quality}) for quality in args.qualities)]
+def queue(args: argparse.Namespace, trial: Trial, batch: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    count = max(args.queue * batch, 4)
+    wanted = [
+        SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=n, ignore_eos=True)
+        for n in range(count)
+    ]
+    return trial.prompts(count), wanted
+
+
+def ways(args: argparse.Namespace) -> Iterator[tuple[str | None, int | str, dict[str, str]]]:
+    """Plain decoding first; then each drafter with every fixed k, and with auto."""
+    yield None, 0, {}
+    for drafter in args.drafters:
+        yield from ((drafter, k, {}) for k in args.fixed)
+        yield from ((drafter, "auto", {"quality": quality}) for quality in args.qualities)
 
 
 def plot(found: list[dict[str, Any]], file: str) -> None:

@@ -21,7 +21,7 @@ from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
-from faircopy.errors import ConfigError
+from faircopy.errors import CheckpointError, ConfigError
 from faircopy.kernels.memory import give_back_free_memory
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
@@ -154,18 +154,22 @@ def build_engine(
     steps = build_captured(runner, drafter, config)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config)
+    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
-    scheduler = Scheduler(tables, runner.layout.cached, strategy.policy(config), lengths, chunk, captured, mixed)
+    policy = strategy.policy(config, captured is not None)
+    scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
 
 
-def _draft_lengths(target: Model, draft: Model | Head | None, config: EngineConfig) -> DraftLengths:
+def _draft_lengths(
+    target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None
+) -> DraftLengths:
     if not config.auto:
         return FixedLength(config.k)
-    return AutoLength(config.k, config.quality, cost_table(target, draft, config))
+    most = config.k if captured is None else min(config.k, captured.max_nodes)
+    return AutoLength(most, config.quality, cost_table(target, draft, config))
 
 
 def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:
@@ -173,7 +177,7 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     if target.device.type != "cpu":
         return None
     small = None if isinstance(draft, Head) else draft
-    names = [None if model is None else identity(model.name) for model in (target, small)]
+    names = [None if model is None else _checkpoint(model) for model in (target, small)]
     kind = f"{target.dtype} {device_kind(target.device)} {source_hash()}"
     key = f"{names[0]} {names[1]} {kind}"
     kept = _COSTS.get(key) if names[0] is not None else None
@@ -186,6 +190,14 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     if names[0] is not None:
         _COSTS.put(key, table.as_json())
     return table
+
+
+def _checkpoint(model: Model) -> str | None:
+    """What a model's files say they are; None: it was not read from files."""
+    try:
+        return identity(model.name)
+    except CheckpointError:
+        return None
 
 
 _COSTS = KeptTable("costs")

@@ -46,9 +46,9 @@ class CostTable:
 
     def step(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
-        captured = [seconds for (size, nodes), seconds in self.steps.items() if nodes == k and size >= batch]
-        if captured:
-            return min(captured)
+        fitting = [(size, nodes) for size, nodes in self.steps if size >= batch and nodes >= k]
+        if fitting:
+            return self.steps[min(fitting)]
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
         return self.target(batch * (k + 1) if rows is None else rows) + drafting
 

@@ -147,11 +147,14 @@ class Engine:
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
+        if plan.before_capture:
+            self.drafter.settle(batch)
         decoding = all(fed == 1 for fed in result.packed.fed)
         self._pace.stop()
         seconds = time.perf_counter() - begin
         step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
-        self.draft_lengths.observe(step, seconds if decoding else None)
+        # where steps are captured, the time of an eager one says nothing of them
+        self.draft_lengths.observe(step, seconds if decoding and self.captured is None else None)
         return self._commit(step)
 
     def _captured_step(self, plan: StepPlan) -> list[Output]:

@@ -27,11 +27,12 @@ BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
+START = 4  # plain steps that it may have cost besides, while little is known
 PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of the first trial
 TRIAL = 3  # its steps
-LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
+LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Acceptance:
     own: dict[Sequence, tuple[float, float]] = field(
         default_factory=dict
     )  # hits, and what the drafter's rates expected
+    found: Rate = field(default_factory=lambda: Rate(PRIOR_DRAFTS))  # how often there is a draft at all
     bins: list[Rate] = field(
         default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
     )
@@ -77,7 +79,7 @@ class Acceptance:
         """For each of k positions, how likely the draft is accepted up to there; None: of any sequence."""
         hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
         factor = (hits + SHRINK) / (expected + SHRINK)
-        found, alive = [], 1.0
+        found, alive = [], min(1.0, self.found.value)
         for place in range(k):
             alive *= min(0.999, self._rate(place).value * factor)
             found.append(alive)
@@ -149,6 +151,8 @@ class AutoLength(DraftLengths):
         """A step has finished; seconds: None if its time says nothing of decoding."""
         draft = step.draft
         for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
+            if step.batch.max_nodes[i] and decision.tokens:
+                self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))
         if seconds is None:
@@ -188,7 +192,7 @@ class AutoLength(DraftLengths):
         batch = len(seqs)
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
-        if self._saved < -ALLOWANCE * self._elapsed:
+        if self._saved < -ALLOWANCE * self._elapsed - START * self.costs.of(batch, 0):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._held < HOLD:

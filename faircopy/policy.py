@@ -22,12 +22,16 @@ class Policy(Protocol):
 class FirstCome:
     """All running sequences, oldest first, and new ones as soon as the batch has a place."""
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    def __init__(self, batch: int, together: int = 1) -> None:
+        """together: while more wait than there are places, new ones join when this many places are free."""
+        self._batch, self._together = batch, together
         self.grouped = 0
 
     def choose(self, running: list[Sequence], waiting: list[Sequence], cached: Cached) -> list[Sequence]:
-        return [*_oldest_first(running), *waiting[: max(0, self._batch - len(running))]]
+        free = max(0, self._batch - len(running))
+        if len(waiting) > free < self._together and not any(reading(seq, cached) for seq in running):
+            free = 0
+        return [*_oldest_first(running), *waiting[:free]]
 
 
 def reading(seq: Sequence, cached: Cached) -> bool:

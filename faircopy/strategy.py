@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], Layout]
 
 
+GROUPS = 8  # a full queue's sequences join when one in this many places is free
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Which sequences run together, and how their keys and values lie in memory."""
@@ -49,11 +52,13 @@ class Strategy:
         held = tables.paged() if isinstance(tables, RowTables) else tables
         return _paged(held, head, config, True, suite)
 
-    def policy(self, config: EngineConfig) -> Policy:
+    def policy(self, config: EngineConfig, captured: bool = False) -> Policy:
+        """captured: new sequences interrupt captured steps, so those of a full queue join in groups."""
         if self.same_length:
             return SameLength(config.max_batch, config.window(), config.pool_sort)
         refills = self.refills if config.refill is None else config.refill
-        return FirstCome(config.max_batch) if refills else WholeBatches(config.max_batch)
+        together = max(1, config.max_batch // GROUPS) if captured else 1
+        return FirstCome(config.max_batch, together) if refills else WholeBatches(config.max_batch)
 
 
 def _paged(

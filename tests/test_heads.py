@@ -379,6 +379,25 @@ def test_heads_beside_the_gpus_decoder_change_nothing(checkpoint: Callable[..., 
         torch.testing.assert_close(states, states_of(own, head)[layer], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str], method: str) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import Wandering, fused
+
+    folder = checkpoint("llama")
+    model, own = fused(folder), load(folder)
+    head = head_for(folder, own, method)
+    params = SamplingParams(max_tokens=24)
+    requests = [Request(tuple(p), params) for p in random_prompts(4, model.vocab, seed=6)]
+    config = EngineConfig(memory="8MiB", chunk=16, k=4)
+    plain = run(build_engine(model, config=config, suite=TWINS), requests)
+    for seed in range(2):
+        engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Wandering(seed))
+        assert [seq.output for seq in run(engine, requests)] == [seq.output for seq in plain]
+        assert engine.meter.drafted > 0
+
+
 def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:
     """The target's states over a short text, by either decoder."""
     tables = BlockTables(PagePool(4), 32, reuse=False)

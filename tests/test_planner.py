@@ -67,9 +67,10 @@ def test_costs_between_measured_sizes_lie_on_a_line() -> None:
 
 
 def test_a_step_is_a_pass_and_its_drafts() -> None:
-    table = CostTable(Curve(((1, 1.0), (101, 2.0))), Curve(((1, 0.1), (101, 1.1))), {(8, 2): 7.0})
-    assert table.step(1, 0) == 1.0 and table.step(11, 1, rows=101) == pytest.approx(2.0 + 0.1 + 0.21)
-    assert table.step(5, 2) == 7.0  # captured
+    table = CostTable(Curve(((1, 1.0), (101, 2.0))), Curve(((1, 0.1), (101, 1.1))), {(8, 2): 7.0, (8, 0): 3.0})
+    assert table.step(1, 0) == 3.0 and table.step(11, 0) == pytest.approx(1.1)
+    assert table.step(11, 1, rows=101) == pytest.approx(2.0 + 0.1 + 0.21)
+    assert table.step(5, 2) == table.step(5, 1) == 7.0  # captured, and one node runs in the graph of two
     assert CostTable.of_json(table.as_json()) == table
 
 

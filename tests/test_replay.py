@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ pytest.importorskip("triton")
 from faircopy import bundled
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
+from faircopy.draft_length import DraftLengths
 from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
@@ -55,11 +58,13 @@ def pair() -> tuple[Fused, Fused]:
 
 
 def build(pair: tuple[Model, Model], drafter: str | Drafter | None, **options: object) -> Engine:
+    lengths = options.pop("draft_lengths", None)
     settings = {"max_batch": 4, "memory": "4MiB", **options}
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     own = NgramDrafter() if drafter == "ngram" else drafter if isinstance(drafter, Drafter) else None
     draft = pair[1] if drafter == "model" else None
-    return build_engine(pair[0], own, draft=draft, config=config, eos=frozenset({0}), suite=TWINS)
+    more: dict[str, Any] = {"eos": frozenset({0}), "suite": TWINS, "draft_lengths": lengths}
+    return build_engine(pair[0], own, draft=draft, config=config, **more)
 
 
 def finish(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
@@ -145,7 +150,7 @@ def test_joining_aborting_and_own_lengths(pair, plain, drafter) -> None:  # type
 @pytest.mark.parametrize("drafter,k", [(None, 0), ("ngram", 3)])
 def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain, drafter, k) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=k)
-    engine.captured.warm(k)
+    engine.captured.warm((k,))
     seqs = ask(engine, GREEDY)
     for _ in range(3):
         engine.step()
@@ -198,7 +203,7 @@ def test_smaller_graphs_are_made_while_steps_are_in_flight(pair, drafter, k) -> 
 
 def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=3)
-    engine.captured.warm(3)
+    engine.captured.warm((3,))
     made = engine.captured.captured_sizes
     assert {k for _, k in made} == {0, 3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
@@ -233,7 +238,7 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
     """The rows of the packed path from the host, and what a bucket has to spare."""
     ways: list[dict[str, object]] = [{"graphs": False}, {}, {"pack_rows": False}]
     host, engine, padded = (build(pair, "ngram", k=7, **way) for way in ways)
-    engine.captured.warm(7)
+    engine.captured.warm((7,))
     reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
     for other in (host, engine, padded):
         assert finish(other, ask(other, params)) == plain[repr(params)]
@@ -248,7 +253,7 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
 
 def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=7)
-    engine.captured.warm(7)
+    engine.captured.warm((7,))
     made = engine.captured.captured_sizes
     assert {size: rows for (size, k), rows in made.items() if k} == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
@@ -267,7 +272,7 @@ def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untype
 @pytest.mark.parametrize("k", [None, 2])
 def test_plain_decoding_feeds_one_row_per_sequence_whatever_k_is(pair, plain, k) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, None, k=4)
-    engine.captured.warm(4)
+    engine.captured.warm((4,))
     starts = count_starts(engine)
     assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
     assert len(starts) > 10 and {k for _, k in engine.captured.captured_sizes} == {0}
@@ -493,7 +498,7 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
 
 def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=2)
-    engine.warm_up(2)
+    engine.warm_up()
     found = engine.target.passes
     assert set(found.times) == set(graphs.ROWS)
     assert found.mixed_step_rows(1e-9) == min(graphs.ROWS)
@@ -504,7 +509,7 @@ def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-d
 def test_nothing_is_captured_after_warm_up(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
     """Requests with fewer draft tokens, or none, run in the graphs that are there."""
     engine = build(pair, drafter, k=3)
-    engine.warm_up(3)
+    engine.warm_up()
     before = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
     passes = set(engine.target.passes._graphs)
     for k in (None, 1, 0, 2):
@@ -552,3 +557,30 @@ def test_every_sampling_parameter_survives_preemption(pair, drafter) -> None:  #
     starts = count_starts(engine)
     assert texts(engine) == wanted
     assert engine.scheduler.preemptions > 0 and len(starts) > 4
+
+
+class Wandering(DraftLengths):
+    """Another draft length in every step, often none."""
+
+    lengths = (0, 1, 2, 4)
+
+    def __init__(self, seed: int) -> None:
+        self._source = random.Random(seed)
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        most = self._source.choice(self.lengths)
+        return [self._source.randint(0, most) for _ in seqs]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_draft_lengths_may_change_between_captured_steps(pair, plain, drafter: str, warm: bool) -> None:  # type: ignore[no-untyped-def]
+    """A drafter that is off for some steps reads what it has missed; nothing is captured after warm_up()."""
+    for seed, params in enumerate((GREEDY, WARM, GREEDY)):
+        engine = build(pair, drafter, k=4, draft_lengths=Wandering(seed))
+        if warm:
+            engine.warm_up()
+        known = engine.captured.captured_sizes
+        starts = count_starts(engine)
+        assert finish(engine, ask(engine, params)) == plain[repr(params)]
+        assert len(starts) > 4 and (not warm or engine.captured.captured_sizes == known)

@@ -10,6 +10,7 @@ from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths
 from faircopy.drafters.ngram import NgramDrafter
+from faircopy.policy import FirstCome
 from faircopy.testing import TableModel
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of
@@ -80,3 +81,18 @@ def test_prompts_beside_running_texts_are_read_in_smaller_chunks() -> None:
         engine.step()
         fed.append(engine.target.layout.cached(second))
     assert fed == [8, 16, 20]
+
+
+def test_a_full_queue_joins_in_groups() -> None:
+    """While more wait than there are places, new ones wait for some places; with fewer they join at once."""
+    policy = FirstCome(8, together=2)
+    seqs = [Sequence(n, Request((1,)), [1, 2]) for n in range(20)]
+
+    def decoding(seq: Sequence) -> int:
+        return len(seq.tokens) - 1
+
+    assert len(policy.choose([], seqs, decoding)) == 8
+    assert len(policy.choose(seqs[:7], seqs[8:], decoding)) == 7
+    assert len(policy.choose(seqs[:6], seqs[8:], decoding)) == 8
+    assert len(policy.choose(seqs[:7], seqs[8:9], decoding)) == 8
+    assert len(policy.choose(seqs[:7], seqs[8:], lambda seq: 0)) == 8  # prompts are being read anyway

@@ -36,6 +36,9 @@ class Drafter(ABC):
         """As `propose`, in an eager step behind which captured ones follow: making ready for those is enough."""
         return self.propose(batch)
 
+    def settle(self, batch: Batch) -> None:  # noqa: B027
+        """Called after `observe` in such a step: what the drafter has not read is read now."""
+
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:  # noqa: B027
         """Called once per step, before the verdict is appended."""
 

@@ -80,13 +80,24 @@ class StoredStates(HiddenStateReader):
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
         """Load what the head has not read of each sequence, and the states before those rows."""
         unknown = self.rows.new_zeros(1, self.rows.shape[-1])
+        pieces: list[Tensor] = []
+        slots: list[int] = []
+        places: list[int] = []
+        begins = []
         for seq, slot in batch_slots.items():
             known, end = self._known.get(seq, SequenceStates()), len(seq.tokens)
             first = end - self.rows.shape[1]  # of a head that was off for a while the step drafts nothing
             read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
-            states = torch.cat(known.take(read - 1, end - 1, unknown))
-            self.read[slot] = read
-            self.rows[slot, : len(states)] = states
+            pieces += known.take(read - 1, end - 1, unknown)
+            slots += [slot] * (end - read)
+            places += range(end - read)
+            begins.append(read)
+        device = self.rows.device
+        where = torch.tensor([*batch_slots.values()], device=device)
+        self.read[where] = torch.tensor(begins, device=device)
+        if pieces:
+            at = torch.tensor([slots, places], device=device)
+            self.rows[at[0], at[1]] = torch.cat(pieces).to(self.rows.dtype)
 
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""

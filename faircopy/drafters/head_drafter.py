@@ -55,6 +55,22 @@ class HeadDrafter(Drafter):
                 self._write(draft, places[growth.seq], growth)
         return draft
 
+    def read(self, batch: Batch) -> Draft:
+        """Draft nothing: what there is to read comes with the step's own states."""
+        return Draft.empty(len(batch))
+
+    @torch.no_grad()
+    def settle(self, batch: Batch) -> None:
+        """Read the rows of all tokens that were fed; those of accepted nodes and of the next token are left."""
+        part = Batch([], [], [])
+        for seq, upto in zip(batch.seqs, batch.upto, strict=True):
+            known, cached = self._known.get(seq), self._layout.cached(seq)
+            upto = min(upto, cached + self._chunk)
+            if known is not None and upto > cached:
+                part.add(seq, upto, 0)
+        if part.seqs:
+            self._read(part)
+
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the states of fed tokens and accepted nodes, in the order of the text."""
         kept: list[int] = []

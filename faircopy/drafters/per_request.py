@@ -81,6 +81,10 @@ class PerRequestDrafter(Drafter):
         """The others draft from the text alone."""
         self.default.observe(batch, draft, result, verdict)
 
+    def settle(self, batch: Batch) -> None:
+        owners = [self._owner(seq) for seq in batch.seqs]
+        self.default.settle(_only(batch, owners, self.default))
+
     def forget(self, seq: Sequence) -> None:
         for drafter in (self.default, self._prediction, *self._others.values()):
             drafter.forget(seq)

@@ -24,6 +24,7 @@ from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
 ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+LARGER = (2048, 4096)  # rows of passes that are launched kernel by kernel, of each kind
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 
@@ -54,7 +55,7 @@ class CapturedPasses:
 
     def rehearse(self) -> None:
         """Make every launch once; for kernels that are compiled ahead."""
-        for rows in self._sizes():
+        for rows in (*self._sizes(), *LARGER):
             _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
