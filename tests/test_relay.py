@@ -110,6 +110,15 @@ def test_a_stream_moves_without_a_gap_or_a_copy(replicas: list[Running], path: s
         assert moved[-1]["usage"] == undisturbed[-1]["usage"]
 
 
+def test_a_stream_that_a_client_continues_may_move_too(replicas: list[Running]) -> None:
+    body = {"prompt": ["The cat", "The dog"], "seed": 9, "max_tokens": 16}
+    whole = replicas[0].post(COMPLETIONS, **body, return_token_ids=True)["choices"]
+    known = [{"token_ids": choice["token_ids"][:5]} for choice in whole]
+    rest = joined(streamed(replicas, COMPLETIONS, {**body, "continued": known}, []))
+    assert all(choice["text"].endswith(rest[n]["text"]) and rest[n]["text"] for n, choice in enumerate(whole))
+    assert joined(streamed(replicas, COMPLETIONS, {**body, "continued": known}, [3, 1])) == rest
+
+
 def test_an_answer_that_is_not_streamed_is_asked_for_again(replicas: list[Running]) -> None:
     body = {"prompt": "Once", "max_tokens": 12}
     send = Fragile(replicas, COMPLETIONS, [0, 0])

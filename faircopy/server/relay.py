@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,7 +39,7 @@ class Progress:
 
     def __init__(self, body: Json) -> None:
         self._body = seeded(body)
-        self._choices = [Choice() for _ in range(choice_count(body))]
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)
         self._head: Json = {}  # id and time of the first event: the client sees one answer
 
     @property
@@ -46,8 +47,14 @@ class Progress:
         asked = {**self._body, "return_token_ids": True}
         if not self._head:
             return asked
-        known = [{"token_ids": choice.token_ids, "finished": choice.finished} for choice in self._choices]
-        return {**asked, "continued": known}
+        return {**asked, "continued": [self._known(index) for index in range(choice_count(self._body))]}
+
+    def _known(self, index: int) -> Json:
+        """What the client has of a choice: what it said it had, and what came since. A replica has read the body."""
+        given = self._body.get("continued") or []
+        before, choice = given[index] if given else {"token_ids": []}, self._choices[index]
+        finished = choice.finished or before.get("finished", False)
+        return {"token_ids": [*before["token_ids"], *choice.token_ids], "finished": finished}
 
     def note(self, event: Json) -> Json:
         """Remember what an event brings; returns it as the client asked for it."""
@@ -141,7 +148,7 @@ def seeded(body: Json) -> Json:
 
 
 def choice_count(body: Json) -> int:
-    """How many choices an answer has; a body that is not valid may give any number, and is refused by the replica."""
-    prompt, n = body.get("prompt"), body.get("n")
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return (len(prompt) if several and prompt else 1) * (n if isinstance(n, int) else 1)
+    """How many choices the answer to a valid body has."""
+    prompt = body.get("prompt", "")
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int | float)
+    return (len(prompt) if several else 1) * int(body.get("n") or 1)
