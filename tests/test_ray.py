@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 
 from faircopy import LLM, SamplingParams, bundled
+from faircopy.testing import ByteTokenizer, TableModel
 
 HERE = "http://127.0.0.1:8571"
 COMPLETIONS = f"{HERE}/v1/completions"
@@ -41,6 +42,26 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_replica_is_busier() ->
     assert homes.order(prefix_keys(long), {"x": 2, "y": 0}) == ["y", "x"]
     talk = [{"role": "user", "content": "d" * BLOCK}]
     assert prefix_keys({"messages": talk})[0] == prefix_keys({"messages": [*talk, *talk]})[0]
+
+
+def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.asgi import Head
+    from faircopy.ray.deployment import Replica
+    from faircopy.server.settings import ServerConfig
+
+    replica = Replica(lambda: LLM(TableModel(), tokenizer=ByteTokenizer(), memory="1MiB"), ServerConfig())
+
+    async def run() -> None:
+        replica.check_health()
+        head, *_ = [piece async for piece in replica.answer("GET", "/health", [], b"")]
+        assert isinstance(head, Head) and head.status == 200
+        replica.check_health()
+        await replica._service.stop()
+
+    asyncio.run(run())
+    with pytest.raises(RuntimeError, match="ended"):
+        replica.check_health()
 
 
 @pytest.fixture(scope="module")

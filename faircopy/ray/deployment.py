@@ -29,6 +29,7 @@ from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
 from faircopy.ray.router import PrefixRouter
 from faircopy.server import relay
+from faircopy.server.answers import DONE
 from faircopy.server.app import create_app
 from faircopy.server.endpoints import BODIES
 from faircopy.server.settings import ServerConfig
@@ -243,10 +244,15 @@ def _object(content: bytes) -> Json | None:
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """A stream; one that no replica can finish ends with an error event, as that of a single server does."""
     async with aclosing(rest):
         yield first
-        async for piece in rest:
-            yield piece
+        try:
+            async for piece in rest:
+                yield piece
+        except (Refused, relay.ReplicaLost) as error:
+            told = error.body if isinstance(error, Refused) else LOST
+            yield b"data: " + told + b"\n\n" + DONE
 
 
 def _response(body: bytes, head: Any) -> Response:
