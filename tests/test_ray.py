@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,22 @@ def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     asyncio.run(run())
     with pytest.raises(RuntimeError, match="ended"):
         replica.check_health()
+
+
+def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.deployment import _joined
+    from faircopy.server.relay import ReplicaLost
+
+    async def rest() -> AsyncGenerator[bytes]:
+        yield b"data: {}\n\n"
+        raise ReplicaLost
+
+    async def run() -> bytes:
+        return b"".join([piece async for piece in _joined(b"data: 1\n\n", rest())])
+
+    *_, error, done, _ = asyncio.run(run()).split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "overloaded_error" and done == b"data: [DONE]"
 
 
 @pytest.fixture(scope="module")
