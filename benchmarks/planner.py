@@ -2,19 +2,27 @@
 
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
-    [--temperature 0] [--minutes 60] [--plot FILE] [--small]
+    [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
 
 A queue of prompts `--queue` times the batch is written, and ended texts are replaced. On a GPU clocks are the wall's,
 elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
 plain decoding wrote, and wrong tokens from the middle of each text on. "head" is the bundled Clover head; for the
 widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
+
+--costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
+"own": measured on this machine for the bundled pair), with 3 % of noise: real drafts and texts, the chooser's decisions
+and their outcome on that device, on any machine and however busy it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +32,17 @@ from benchmarks.heads_wide import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
+from faircopy.build import cost_table, load_target
+from faircopy.costs import CostTable, Curve
 from faircopy.drafters.base import Drafter, chains
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
+from faircopy.engine import Engine
 from faircopy.model.loader import load_model
-from faircopy.types import Batch, Draft, Sequence
+from faircopy.planner import LADDER
+from faircopy.types import Batch, Draft, FinishedStep, Sequence
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
 
 Texts = list[list[int]]
 
@@ -55,6 +69,45 @@ class Turns(Drafter):
         return right if 2 * done < len(text) else [(token + 1) % 100 + 3 for token in right]
 
 
+class TableClock:
+    """Gives every step the time that a table says, and adds them up."""
+
+    def __init__(self, engine: Engine, table: CostTable) -> None:
+        self._source, self.seconds = random.Random(0), 0.0
+        lengths, self._table = engine.draft_lengths, table
+        told = type(lengths).observe
+
+        def observe(step: FinishedStep, seconds: float | None) -> None:
+            taken = self._time(step, seconds)
+            self.seconds += taken
+            told(lengths, step, None if seconds is None else taken)
+
+        lengths.observe = observe  # type: ignore[method-assign]
+
+    def _time(self, step: FinishedStep, seconds: float | None) -> float:
+        batch, k = len(step.batch), max(map(len, step.draft.tokens), default=0)
+        rows = step.rows - step.padding
+        table = captured(self._table, (k,)) if k in LADDER else self._table
+        found = table.step(batch, k, rows) if seconds is not None else self._table.target(rows)
+        return found * (1.0 + 0.03 * self._source.gauss(0.0, 1.0))
+
+
+def captured(table: CostTable, lengths: Iterable[int]) -> CostTable:
+    """The same table with captured steps of these lengths, if its passes are captured."""
+    if not table.target.stepped:
+        return table
+    return replace(table, steps={(size, k): table.step(size, k) for size in BUCKETS for k in {0, *lengths}})
+
+
+def read_costs(name: str, llm: LLM) -> CostTable:
+    if name != "own":
+        return CostTable.of_json(json.loads(Path(name).read_text())["rows"][0])
+    target, small = load_target(bundled.target(), llm.config), load_target(bundled.draft(), llm.config)
+    table = cost_table(target, small, llm.config)
+    assert table is not None, "a CPU's costs are measured"
+    return table
+
+
 class Trial:
     """One pair of models, its prompts, and the clock."""
 
@@ -62,6 +115,7 @@ class Trial:
         self._args, self._session = args, Session(args)
         self.cuda = torch.cuda.is_available()
         self._wide: Any = None
+        self._table: CostTable | None = None
         self.plain: dict[tuple[int, ...], list[int]] = {}
 
     @property
@@ -85,6 +139,11 @@ class Trial:
             made = LLM(pair, draft, **options)
         if self.cuda:
             made.warm_up()
+        if self._args.costs:
+            table = read_costs(self._args.costs, made)
+            self._table = table if drafter == "model" else replace(table, draft=Curve())
+            if k == "auto":
+                made.engine.draft_lengths.use(captured(self._table, made.engine.draft_lengths.lengths))
         return made
 
     def _head(self, target: Any) -> Any:
@@ -101,6 +160,7 @@ class Trial:
         """Tokens a second with `batch` texts at a time, and the texts."""
         requests = [llm.request(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
         engine, seqs, live = llm.engine, [], 0
+        clock = TableClock(engine, self._table) if self._table is not None else None
         synchronize()
         begin = self._now()
         while len(seqs) < len(requests) or engine.busy:
@@ -110,7 +170,8 @@ class Trial:
             live -= sum(output.finished is not None for output in engine.step())
         synchronize()
         found = [seq.output for seq in seqs]
-        return sum(map(len, found)) / (self._now() - begin), found
+        taken = self._now() - begin if clock is None else clock.seconds
+        return sum(map(len, found)) / taken, found
 
     def _now(self) -> float:
         return time.perf_counter() if self.cuda else time.process_time()
@@ -199,6 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--plot")
+    parser.add_argument("--costs", help="a cost table's file, or own")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     torch.set_grad_enabled(False)
