@@ -50,7 +50,7 @@ class LLM:
         self,
         target: str | os.PathLike[str] | Model,
         draft: str | os.PathLike[str] | Model | Head | Drafter | None = None,
-        k: int | str = 4,
+        k: int | str = "auto",
         *,
         speculative_config: dict[str, Any] | None = None,
         tokenizer: Any | None = None,
