@@ -234,7 +234,7 @@ def batch(
     out: Annotated[Path, typer.Option(help="JSONL file for the answers; what it has already is not made again.")],
     target: Target = None,
     draft: Draft = None,
-    k: WidthOrAuto = "4",
+    k: WidthOrAuto = "auto",
     batch: BatchSize = 64,
     dtype: Dtype = "auto",
     device: Device = "auto",
