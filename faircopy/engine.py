@@ -13,7 +13,7 @@ from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
 from faircopy.model.runner import Runner
 from faircopy.pace import Pace
-from faircopy.requests import check_request, token_limit
+from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
 from faircopy.types import FinishedStep, Output, Request, Sequence, StepPlan, check_draft
 from faircopy.verify.base import Verifier
@@ -91,11 +91,13 @@ class Engine:
         seq = Sequence(
             id=self._next_id,
             request=request,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *request.written],
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos),
             limit=token_limit(request, self.target.model),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
+            origins=[False] * len(request.written),
         )
+        replay_text(request)
         self.scheduler.add(seq)
         return seq
 

@@ -42,6 +42,7 @@ LEVELS: list[set[str]] = [
     {"build"},
     {"llm", "testing", "bundled"},
     {"audit", "bench", "train", "server"},
+    {"ray"},
     {"terminal"},
     {"cli"},
     {"__main__"},
