@@ -69,9 +69,10 @@ class Engine:
         if self.captured is not None:
             self.captured.warm(self.draft_lengths.lengths)
         if made:
-            self.draft_lengths.use(self._costs())
+            self.draft_lengths.use(self.costs)
 
-    def _costs(self) -> CostTable:
+    @property
+    def costs(self) -> CostTable:
         """What passes and steps took when they were warmed."""
         target, draft = (
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)

@@ -37,7 +37,7 @@ LEVELS: list[set[str]] = [
     {"capture"},
     {"scheduler", "policy", "draft_length", "planner", "drafters", "verify"},
     {"papers"},
-    {"replay", "strategy", "memory", "requests"},
+    {"replay", "strategy", "memory", "measured_costs", "requests"},
     {"engine", "answers", "planning"},
     {"build"},
     {"llm", "testing", "bundled"},
