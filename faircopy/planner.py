@@ -145,7 +145,7 @@ class AutoLength(DraftLengths):
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
-        return [self._length(seq, k) if seq.request.k is None else seq.request.k for seq in seqs]
+        return [self._length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
@@ -177,10 +177,18 @@ class AutoLength(DraftLengths):
             self._grows_trees = True
             self._trees.observe(len(draft.tokens[i]), accepted)
 
-    def _length(self, seq: Sequence, k: int) -> int:
-        """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier."""
+    def _length(self, seq: Sequence, k: int, batch: int) -> int:
+        """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
+
+        The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k.
+        """
         if not k or not self._worth or self._grows_trees or self._quality == "off":
             return k
+        reach = self._reach(seq, k)
+        return min(reach, k + max(0, reach - k) // batch)
+
+    def _reach(self, seq: Sequence, k: int) -> int:
+        """How long this sequence's draft may be, were it alone."""
         if self._quality == "explicit":
             return self._max_k if self._confident else k
         likely = sum(alive >= self._worth for alive in self.acceptance.survival(seq, self._max_k))
