@@ -40,4 +40,4 @@ clients: $(VENV)/.test
 	$(BIN)/python -m benchmarks.serve_clients --bin .venv-clients/bin
 
 clean:
-	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis .coverage

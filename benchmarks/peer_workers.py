@@ -56,9 +56,8 @@ def transformers(model: str, draft: str, dtype: str) -> Run:
     return run
 
 
-def openvino(model: str, draft: str, dtype: str) -> Run:
-    import numpy as np
-    import openvino as ov
+def openvino_pipeline(model: str, draft: str, dtype: str) -> Any:
+    """OpenVINO GenAI's continuous batching on one thread, in the precision and with the cache of the model's type."""
     import openvino_genai as genai
 
     kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
@@ -70,7 +69,15 @@ def openvino(model: str, draft: str, dtype: str) -> Run:
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
     more = {"draft_model": genai.draft_model(_converted(draft, dtype), "CPU", **options)} if draft else {}
-    pipe = genai.ContinuousBatchingPipeline(_converted(model, dtype), scheduler, "CPU", {**options, **more})
+    return genai.ContinuousBatchingPipeline(_converted(model, dtype), scheduler, "CPU", {**options, **more})
+
+
+def openvino(model: str, draft: str, dtype: str) -> Run:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    pipe = openvino_pipeline(model, draft, dtype)
 
     def run(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         config = genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True)

@@ -32,12 +32,13 @@ from benchmarks.heads_wide import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import QWEN3
-from faircopy.build import cost_table, load_target
+from faircopy.build import load_target
 from faircopy.costs import CostTable, Curve
 from faircopy.drafters.base import Drafter, chains
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
+from faircopy.measured_costs import cost_table
 from faircopy.model.loader import load_model
 from faircopy.planner import LADDER
 from faircopy.types import Batch, Draft, FinishedStep, Sequence

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve_load                                   # a model that costs nothing, batch 8
     python -m benchmarks.serve_load --target models/target --draft models/draft --streams 8
-    python -m benchmarks.serve_load --target BIG --draft SMALL --streams 64 --tokens 256   # on a GPU
+    python -m benchmarks.serve_load --gpu --streams 64 --tokens 256 --out FILE.json        # see serve_in_process
     python -m benchmarks.serve_load --url http://127.0.0.1:8301 http://127.0.0.1:8302      # servers, in turns
 
 The client is a process of its own that only counts bytes, so that it takes little from the server.
@@ -18,9 +18,8 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks import serve_in_process
 from faircopy import LLM, SamplingParams
-from faircopy.server.run import in_thread
-from faircopy.server.settings import ServerConfig
 from faircopy.testing import ByteTokenizer, TableModel
 
 
@@ -87,7 +86,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--gpu", action="store_true", help="the Qwen3-8B / 0.6B pair, without HTTP")
+    parser.add_argument("--small", action="store_true", help="with --gpu: tiny shapes, to try it on a CPU")
+    parser.add_argument("--out", default="/dev/null", help="with --gpu: a file for the results")
     args = parser.parse_args()
+    if args.gpu:
+        serve_in_process.main(args)
+        return
     if args.url:
         compare(args)
         return
@@ -97,6 +102,9 @@ def main() -> None:
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     through_engine(llm, prompts, params)  # what is done once
     alone = [through_engine(llm, prompts, params) for _ in range(args.rounds)]
+    from faircopy.server.run import in_thread
+    from faircopy.server.settings import ServerConfig
+
     with in_thread(llm, ServerConfig(port=0)) as server:
         port = int(server.url.rpartition(":")[2])
         through_server(port, bodies)

@@ -11,7 +11,6 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
-from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
@@ -21,11 +20,12 @@ from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
-from faircopy.errors import CheckpointError, ConfigError
+from faircopy.errors import ConfigError
 from faircopy.kernels.memory import give_back_free_memory
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
+from faircopy.measured_costs import cost_table
 from faircopy.memory import page_count
 from faircopy.model.anatomy import file_states, identity, is_head
 from faircopy.model.base import Model
@@ -33,7 +33,6 @@ from faircopy.model.loader import load_model, load_tokenizer, vocabulary_differe
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
-from faircopy.model.trial import pass_curve
 from faircopy.planner import AutoLength
 from faircopy.progress import doing
 from faircopy.scheduler import Scheduler
@@ -170,38 +169,6 @@ def _draft_lengths(
         return FixedLength(config.k)
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     return AutoLength(most, config.quality, cost_table(target, draft, config))
-
-
-def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:
-    """What passes cost, measured once per checkpoint and machine; None on a GPU, where warming up measures steps."""
-    if target.device.type != "cpu":
-        return None
-    small = None if isinstance(draft, Head) else draft
-    names = [None if model is None else _checkpoint(model) for model in (target, small)]
-    kind = f"{target.dtype} {device_kind(target.device)} {source_hash()}"
-    key = f"{names[0]} {names[1]} {kind}"
-    kept = _COSTS.get(key) if names[0] is not None else None
-    if kept is not None:
-        return CostTable.of_json(kept)
-    most = config.max_batch * (config.k + 1)
-    with doing(f"{target.name}: measuring what passes cost"):
-        drafting = Curve() if small is None else pass_curve(small, most, DRAFT_TRIAL)
-        table = CostTable(pass_curve(target, most, TARGET_TRIAL), drafting)
-    if names[0] is not None:
-        _COSTS.put(key, table.as_json())
-    return table
-
-
-def _checkpoint(model: Model) -> str | None:
-    """What a model's files say they are; None: it was not read from files."""
-    try:
-        return identity(model.name)
-    except CheckpointError:
-        return None
-
-
-_COSTS = KeptTable("costs")
-TARGET_TRIAL, DRAFT_TRIAL = 1.5, 0.5  # seconds that measuring costs takes
 
 
 def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:

@@ -31,6 +31,9 @@ class KeptTable:
             self._known = self._read()
         return self._known.get(key)
 
+    def values(self) -> list[Any]:
+        return list(self._read().values())
+
     def put(self, key: str, value: Any) -> None:
         """Keep a value, beside what other processes have kept meanwhile."""
         self._known = {**self._read(), **(self._known or {}), key: value}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +86,7 @@ def generate(
     file: File = None,
     target: Target = None,
     draft: Draft = None,
-    k: WidthOrAuto = "4",
+    k: WidthOrAuto = "auto",
     batch: BatchSize = 64,
     strategy: Strategy = "ragged",
     dtype: Dtype = "auto",
@@ -129,7 +130,7 @@ def chat(
     params: Any,
     target: Target = None,
     draft: Draft = None,
-    k: WidthOrAuto = "4",
+    k: WidthOrAuto = "auto",
     dtype: Dtype = "auto",
     device: Device = "auto",
     memory: Memory = None,
@@ -165,7 +166,7 @@ def _read_config(ctx: typer.Context, file: str | None) -> str | None:
 def serve(
     target: Target = None,
     draft: Draft = None,
-    k: WidthOrAuto = "4",
+    k: WidthOrAuto = "auto",
     batch: BatchSize = 64,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -200,6 +201,11 @@ def serve(
     vllm_metrics: Annotated[bool, typer.Option(help="Counters under vLLM's names too.")] = True,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    replicas: Annotated[int, typer.Option(min=1, help="Engines behind this address, on Ray Serve if above 1.")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(help="Scale from --replicas up to this by queue length.")] = None,
+    hedge: Annotated[
+        float | None, typer.Option(help="With replicas: seconds to the first byte after which another is asked too.")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="YAML or TOML file with any of these options.", is_eager=True, callback=_read_config),
@@ -207,15 +213,52 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible. Every option is also FAIRCOPY_SERVE_<OPTION> in the environment."""
     from faircopy.terminal.serve import serve as run
+    from faircopy.terminal.serve import serve_replicas
 
     options = _engine_options(dtype, device, memory, threads, exact)
-    llm = _llm(target, draft, k, max_batch=batch, drafter_per_request=True, **options)
-    run(
-        llm, log_format, log_level, api_keys, host=host, port=port, name=name, cors=tuple(cors or ()),
-        max_queue=max_queue, max_body=max_body, max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n,
-        deadline=deadline, drain=drain, shadow_audit=shadow_audit, audit_folder=audit_folder,
-        spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
+    make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
+    server: dict[str, Any] = dict(  # noqa: C408
+        host=host, port=port, name=name, cors=tuple(cors or ()), max_queue=max_queue, max_body=max_body,
+        max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n, deadline=deadline, drain=drain,
+        shadow_audit=shadow_audit, audit_folder=audit_folder, spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
     )  # fmt: skip
+    if replicas == 1 and max_replicas is None:
+        _refuse_without("--hedge", hedge, "--replicas or --max-replicas")
+        run(make(), log_format, log_level, api_keys, **server)
+    else:
+        fleet = {"replicas": replicas, "max_replicas": max_replicas, "hedge": hedge}
+        serve_replicas(make, api_keys, fleet, batch + max_queue, **server)
+
+
+@app.command(cls=Command)
+@stoppable
+def batch(
+    requests: Annotated[Path, typer.Option("--in", help="JSONL file in OpenAI's batch format: custom_id, url, body.")],
+    out: Annotated[Path, typer.Option(help="JSONL file for the answers; what it has already is not made again.")],
+    target: Target = None,
+    draft: Draft = None,
+    k: WidthOrAuto = "auto",
+    batch: BatchSize = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    memory: Memory = None,
+    threads: Threads = None,
+    exact: Exact = True,
+    ray: Annotated[bool, typer.Option("--ray", help="Several engines on ray.data.")] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: engines.")] = 1,
+) -> None:
+    """Answer a file of requests. Killed and started again it goes on where it was."""
+    from faircopy.terminal.batch import answers_of, run
+    from faircopy.terminal.batch_file import BatchFile
+
+    if not ray:
+        _refuse_without("--replicas", replicas if replicas > 1 else None, "--ray")
+    writable("--out", out)
+    file = BatchFile(requests, out)
+    options = _engine_options(dtype, device, memory, threads, exact)
+    make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
+    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None)):
+        raise typer.Exit(1)
 
 
 @app.command(cls=Command)
@@ -390,6 +433,11 @@ def _engine_options(dtype: str, device: str, memory: str | None, threads: int | 
     """LLM's keywords; those that were left out are left to LLM."""
     given = {"memory": memory, "threads": threads}
     return {"dtype": dtype, "device": device, "exact": exact, **{n: v for n, v in given.items() if v is not None}}
+
+
+def _refuse_without(option: str, value: Any, needed: str) -> None:
+    if value is not None:
+        raise ConfigError(option, value, f"given without {needed}", f"add {needed}")
 
 
 def _llm(target: str | None, draft: str | None, k: str, **options: Any) -> Any:

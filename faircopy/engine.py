@@ -13,7 +13,7 @@ from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
 from faircopy.model.runner import Runner
 from faircopy.pace import Pace
-from faircopy.requests import check_request, token_limit
+from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
 from faircopy.types import FinishedStep, Output, Request, Sequence, StepPlan, check_draft
 from faircopy.verify.base import Verifier
@@ -69,9 +69,10 @@ class Engine:
         if self.captured is not None:
             self.captured.warm(self.draft_lengths.lengths)
         if made:
-            self.draft_lengths.use(self._costs())
+            self.draft_lengths.use(self.costs)
 
-    def _costs(self) -> CostTable:
+    @property
+    def costs(self) -> CostTable:
         """What passes and steps took when they were warmed."""
         target, draft = (
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
@@ -91,11 +92,13 @@ class Engine:
         seq = Sequence(
             id=self._next_id,
             request=request,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *request.written],
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos),
             limit=token_limit(request, self.target.model),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
+            origins=[False] * len(request.written),
         )
+        replay_text(request)
         self.scheduler.add(seq)
         return seq
 

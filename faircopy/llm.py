@@ -23,6 +23,7 @@ from faircopy.engine import Engine
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.fair_lock import FairLock
 from faircopy.layout.base import kv_bytes_per_token
+from faircopy.measured_costs import keep_costs
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_tokenizer
 from faircopy.planning.limit import check_limited, fit_into_memory
@@ -52,7 +53,7 @@ class LLM:
         self,
         target: str | os.PathLike[str] | Model,
         draft: str | os.PathLike[str] | Model | Head | Drafter | None = None,
-        k: int | str = 4,
+        k: int | str = "auto",
         *,
         speculative_config: dict[str, Any] | None = None,
         tokenizer: Any | None = None,
@@ -218,6 +219,8 @@ class LLM:
         with self._lock:
             begin, before = time.perf_counter(), _reserved_bytes(self.model.device)
             self.engine.warm_up()
+            if self.engine.costs.target.points:
+                keep_costs(self.model, self._draft, self.engine.costs)
             taken = time.perf_counter() - begin
             self._warm_up = f"{taken:.1f} s, {(_reserved_bytes(self.model.device) - before) / 2**20:.0f} MiB"
 

@@ -135,7 +135,12 @@ def check_request(request: Request, model: Model, tables: BlockTables) -> None:
         raise RequestError(
             "prompt", f"{length} tokens", f"leaves no room in the model's context of {model.context}", "shorten it"
         )
-    ids = {"prompt": request.prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    ids = {
+        "prompt": request.prompt,
+        "written": request.written,
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+    }
     for name, tokens in ids.items():
         for token in tokens:
             if not 0 <= token < model.vocab:
@@ -143,6 +148,8 @@ def check_request(request: Request, model: Model, tables: BlockTables) -> None:
     if request.k is not None and (not isinstance(request.k, int) or isinstance(request.k, bool) or request.k < 0):
         raise RequestError("k", request.k, "not a whole number of at least 0", "use 0 to decode without drafting")
     limit = token_limit(request, model)
+    if request.written and length + len(request.written) >= limit:
+        raise RequestError("written", f"{len(request.written)} tokens", "leaves nothing to write", "pass fewer")
     if not tables.fits(limit):
         have = tables.pool.pages * tables.page
         raise OutOfPages(
@@ -151,6 +158,13 @@ def check_request(request: Request, model: Model, tables: BlockTables) -> None:
             f"with max_tokens it may need {limit} of {have} tokens of memory",
             "raise cache_memory= or memory=, or lower max_tokens",
         )
+
+
+def replay_text(request: Request) -> None:
+    """Tell the watch for stop strings the tokens that were written elsewhere."""
+    if request.text is not None:
+        for count, token in enumerate(request.written, 1):
+            request.text.push(token, count >= request.params.min_tokens)
 
 
 def token_limit(request: Request, model: Model) -> int:

@@ -183,6 +183,7 @@ class Request:
     constraint: Constraint | None = None
     drafter: str | None = None  # one of PerRequestDrafter's; None: the engine's
     prediction: tuple[int, ...] = ()  # what the output may be; drafts are taken from it
+    written: tuple[int, ...] = ()  # the output's first tokens, if another engine wrote them: it goes on behind them
 
 
 @dataclass(slots=True, eq=False)

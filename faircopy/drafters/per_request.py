@@ -114,3 +114,8 @@ def _only(batch: Batch, owners: list[Drafter], drafter: Drafter) -> Batch:
     """The same batch, with no draft nodes for the sequences of other drafters."""
     nodes = [n if owner is drafter else 0 for n, owner in zip(batch.max_nodes, owners, strict=True)]
     return Batch(batch.seqs, batch.upto, nodes)
+
+
+def drafter_names(drafter: Drafter) -> list[str]:
+    """The names that requests may use for a drafter of their own."""
+    return drafter.names if isinstance(drafter, PerRequestDrafter) else []

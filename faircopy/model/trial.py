@@ -46,16 +46,16 @@ def scene(model: Model, batch: int, rows: int, context: int, first: bool = False
     for layer in range(len(model.layers)):
         for pool in layout.pools(layer):
             pool.normal_()
-    seqs = [_sequence(n, context, tables, context + rows) for n in range(batch)]
+    seqs = [_sequence(n, context, tables, context + rows, min(1000, model.vocab)) for n in range(batch)]
     for seq in seqs:
         layout.set_cached(seq, 0 if first else context - 1)
-    nodes = [[] if first else list(range(1, rows)) for _ in seqs]
+    nodes = [[] if first else [n % model.vocab for n in range(1, rows)] for _ in seqs]
     lengths = [len(chain) for chain in nodes]
     return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
 
 
-def _sequence(n: int, length: int, tables: BlockTables, tokens: int) -> Sequence:
-    seq = Sequence(n, Request((1,)), [(7 * i + n) % 1000 for i in range(length)])
+def _sequence(n: int, length: int, tables: BlockTables, tokens: int, vocab: int) -> Sequence:
+    seq = Sequence(n, Request((1,)), [(7 * i + n) % vocab for i in range(length)])
     tables.open(seq)
     tables.reserve(seq, tokens)
     return seq

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from faircopy.server.protocol import ChatRequest, CompletionRequest, Sampling
-from faircopy.server.reading import Asked
+from faircopy.server.reading import Asked, wants_logprobs
 from faircopy.server.service import Job, Service
 from faircopy.server.tools import ToolReader
 from faircopy.server.writing import (
@@ -21,6 +21,7 @@ from faircopy.server.writing import (
     speculative_metrics,
     usage,
 )
+from faircopy.types import Request
 
 Json = dict[str, Any]
 _compact = json.JSONEncoder(separators=(",", ":")).encode
@@ -60,6 +61,13 @@ class Writer:
         self.choices = [
             Choice(self.service.llm, request, index, origins) for index, request in enumerate(self.asked.requests)
         ]
+        for choice in self.choices:
+            choice.resume()
+
+    @property
+    def requests(self) -> list[Request]:
+        """What is to be written, in the order of the job's sequences."""
+        return [self.asked.requests[index] for index in self.asked.open]
 
     async def whole(self, job: Job) -> Json:
         async for news in job.updates():
@@ -71,18 +79,19 @@ class Writer:
 
     async def events(self, job: Job, fail: Callable[[Exception], Json]) -> AsyncIterator[bytes]:
         """Server-sent events; an error becomes the last one. fail: an error as a body."""
-        head = self._head(self.shape.chunk_kind)
+        head, options = self._head(self.shape.chunk_kind), self.body.stream_options
+        running_usage = options is not None and bool(options.continuous_usage_stats)
         try:
-            for choice in self.choices:
+            for choice in self.choices if self.body.continued is None else ():
                 opening = self.shape.opening(choice)
                 if opening is not None:
                     yield event({**head, "choices": [opening]})
             async for news in job.updates():
-                for index, updates in news.items():
-                    choice = self.choices[index]
+                for place, updates in news.items():
+                    choice = self.choices[self.asked.open[place]]
                     piece = choice.take(updates)
-                    yield event({**head, "choices": [self.shape.delta(choice, piece)]})
-            options = self.body.stream_options
+                    delta = self.shape.delta(choice, piece)
+                    yield event({**head, "choices": [delta], **({"usage": self.usage()} if running_usage else {})})
             if options is not None and options.include_usage:
                 yield event({**head, "choices": [], **self._counts()})
         except Exception as error:
@@ -98,8 +107,12 @@ class Writer:
             "system_fingerprint": self.fingerprint,
         }
 
+    def usage(self) -> Json:
+        """The tokens so far."""
+        return usage(self.asked.prompts, self.choices, count_output=not nothing_wanted(self.body))
+
     def _counts(self) -> Json:
-        found: Json = {"usage": usage(self.asked.prompts, self.choices)}
+        found: Json = {"usage": self.usage()}
         k = self.choices[0].request.k
         counts = [choice.counts for choice in self.choices]
         default = self.service.llm.config.k
@@ -107,6 +120,11 @@ class Writer:
         if metrics is not None:
             found["metrics"] = {"speculative_decoding": metrics}
         return found
+
+
+def nothing_wanted(body: Sampling) -> bool:
+    """Whether only the prompt is asked about; the engine writes one token at least."""
+    return isinstance(body, CompletionRequest) and body.max_tokens == 0
 
 
 def event(body: Json) -> bytes:
@@ -133,7 +151,7 @@ class CompletionShape:
 
     def _written(self, choice: Choice, piece: Piece, first: bool) -> Json:
         echo = self._body.echo and first
-        nothing = self._body.max_tokens == 0  # the engine writes one token at least
+        nothing = nothing_wanted(self._body)
         text = "" if nothing else piece.text
         written: Json = {
             "index": choice.index,
@@ -156,10 +174,15 @@ class CompletionShape:
         if echo:
             tokens = [*choice.request.prompt, *tokens]
             scores = [*(choice.whole.prompt_logprobs or ()), *scores]
-        offset = self._offsets.get(choice.index, 0)
+        offset = self._offsets.get(choice.index, self._known_characters(choice))
         found = completion_logprobs(self._names, tokens, scores, self._body.logprobs, offset)
         self._offsets[choice.index] = offset + sum(map(len, found["tokens"]))
         return found
+
+    def _known_characters(self, choice: Choice) -> int:
+        """What a continued stream has before its first event."""
+        known = [*(choice.request.prompt if self._body.echo else ()), *choice.request.written]
+        return sum(len(self._names(token)) for token in known) if choice.request.written else 0
 
 
 class ChatShape:
@@ -202,7 +225,7 @@ class ChatShape:
     def _extras(self, choice: Choice, piece: Piece) -> Json:
         best = self._body.top_logprobs or 0
         found: Json = {"logprobs": None, "seed": choice.request.seed}
-        if self._body.logprobs:
+        if wants_logprobs(self._body):
             found["logprobs"] = chat_logprobs(self._names, piece.tokens, piece.logprobs, best)
         if self._body.return_token_ids:
             found["token_ids"] = list(piece.tokens)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractContextManager
 from importlib.resources import files
 from typing import Any
 
@@ -23,19 +23,17 @@ from starlette.types import Receive, Scope, Send
 from faircopy import __version__
 from faircopy.errors import FaircopyError, RequestError
 from faircopy.llm import LLM
-from faircopy.model.loader import response_template
 from faircopy.server import protocol
-from faircopy.server.answers import ChatShape, CompletionShape, Shape, Writer
+from faircopy.server.endpoints import CHAT, COMPLETIONS, Endpoints
 from faircopy.server.errors import ApiError, as_api_error, error_body, invalid_body
 from faircopy.server.live import live_state
+from faircopy.server.metrics import Metrics
 from faircopy.server.middleware import Gate, request_id
-from faircopy.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
-from faircopy.server.reading import Asked, Reader
-from faircopy.server.service import Job, Service
+from faircopy.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from faircopy.server.service import Job, Service, served_name
 from faircopy.server.settings import ServerConfig
-from faircopy.server.tools import ToolReader
+from faircopy.server.specification import specification
 from faircopy.server.tracing import traced
-from faircopy.server.writing import TokenNames
 
 log = logging.getLogger("faircopy.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -56,8 +54,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
     """The application for a model; its engine's thread starts and ends with it."""
     config = config or ServerConfig()
-    name = config.name or llm.model.name.rstrip("/").rpartition("/")[2]
-    service = Service(llm, config, name)
+    service = Service(llm, config, served_name(llm, config), Metrics)
+    endpoints = Endpoints(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,28 +65,26 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
 
     app = FastAPI(title="faircopy", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    _Routes(app, service, Reader(llm, config, name))
+    _Routes(app, service, endpoints)
     _answer_errors(app)
     if config.cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.cors), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, keys=config.api_keys, max_body=config.max_body, metrics=service.metrics)
-    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    app.openapi = lambda: specification(app, service)  # type: ignore[method-assign]
     return app
 
 
 class _Routes:
     """The endpoints."""
 
-    def __init__(self, app: FastAPI, service: Service, reader: Reader) -> None:
-        self._service, self._reader, self._llm = service, reader, service.llm
-        self._names, self._started = TokenNames(service.llm), int(time.time())
-        self._fingerprint = _fingerprint(service.llm)
-        self._template = response_template(service.llm.model.name, service.llm.tokenizer)
+    def __init__(self, app: FastAPI, service: Service, endpoints: Endpoints) -> None:
+        self._service, self._endpoints, self._llm = service, endpoints, service.llm
+        self._reader, self._started = endpoints.reader, int(time.time())
         events = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         stream = {"text/event-stream": {"schema": events}}
         for path, endpoint, model in (
-            ("/v1/completions", self.completions, protocol.CompletionAnswer),
-            ("/v1/chat/completions", self.chat, protocol.ChatAnswer),
+            (COMPLETIONS, self.completions, protocol.CompletionAnswer),
+            (CHAT, self.chat, protocol.ChatAnswer),
         ):
             good: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": stream}}
             app.post(path, responses=_ERRORS | good, response_model=None)(endpoint)
@@ -108,14 +104,10 @@ class _Routes:
         app.get("/", include_in_schema=False)(self.page)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        asked = await asyncio.to_thread(self._reader.completion, body)
-        shape = CompletionShape(body, self._llm.decode, self._names)
-        return await self._answer(request, body, asked, shape, "cmpl")
+        return await self._answer(request, body)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        asked = await asyncio.to_thread(self._reader.chat, body)
-        shape = ChatShape(body, ToolReader(body, self._llm.tokenizer, self._template), self._names)
-        return await self._answer(request, body, asked, shape, "chatcmpl")
+        return await self._answer(request, body)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         return as_json(await asyncio.to_thread(self._tokenize, body))
@@ -158,16 +150,16 @@ class _Routes:
     async def page(self) -> Response:
         return HTMLResponse(files("faircopy.server").joinpath("page.html").read_text())
 
-    async def _answer(self, request: Request, body: Sampling, asked: Asked, shape: Shape, prefix: str) -> Response:
+    async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         number = request_id(request)
-        writer = Writer(self._service, body, asked, shape, f"{prefix}-{number}", self._fingerprint)
-        job = self._service.job(asked.requests, body.timeout)
+        writer = await asyncio.to_thread(self._endpoints.writer, body, number)
+        job = self._service.job(writer.requests, body.timeout)
+        span = traced(request.url.path, self._service.name, writer.asked.requests[0], writer.usage)
         if body.stream:
-            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()))
-        with traced(request.url.path, self._service.name, asked.requests[0]) as span:
+            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()), span)
+        with span:
             async with job:
                 answer = await _unless_gone(request, writer.whole(job))
-            span(answer["usage"])
         return as_json(answer)
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -182,19 +174,22 @@ class _Routes:
                 raise RequestError("prompt", "", "the server has no tokenizer", "send token ids to /v1/completions")
             ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self._llm.model.context, "tokens": ids}
-        return found | ({"token_strs": [self._names(token) for token in ids]} if body.return_token_strs else {})
+        return found | (
+            {"token_strs": [self._endpoints.names(token) for token in ids]} if body.return_token_strs else {}
+        )
 
 
 class JobStream(StreamingResponse):
     """The events of a job; it begins with the answer and ends with it, however that ends."""
 
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, job: Job, events: AsyncIterator[bytes], span: AbstractContextManager[None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._job = job
+        self._job, self._span = job, span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._job:
-            await super().__call__(scope, receive, send)
+        with self._span:
+            async with self._job:
+                await super().__call__(scope, receive, send)
 
 
 async def _unless_gone(request: Request, whole: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +220,7 @@ def _answer_errors(app: FastAPI) -> None:
     """Errors of any kind in OpenAI's shape."""
 
     async def known(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for these"
+        assert isinstance(error, ApiError | HTTPException), "registered for these"
         body = error.body() if isinstance(error, ApiError) else error_body(error.status_code, str(error.detail))
         answer = as_json(body, error.status_code)
         answer.headers.update(error.headers or {})
@@ -243,22 +238,6 @@ def _answer_errors(app: FastAPI) -> None:
         return await known(request, told)
 
     app.add_exception_handler(FaircopyError, ours)
+    app.add_exception_handler(ApiError, known)
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, invalid)
-
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """openapi.json, without the status for invalid bodies that FastAPI assumes: ours is 400."""
-    if app.openapi_schema is None:
-        schema: dict[str, Any] = FastAPI.openapi(app)
-        for methods in schema["paths"].values():
-            for operation in methods.values():
-                operation["responses"].pop("422", None)
-        app.openapi_schema = schema
-    return app.openapi_schema
-
-
-def _fingerprint(llm: LLM) -> str:
-    """What, besides the request, decides the tokens: model, type and kind of device."""
-    parts = (llm.model.name, str(llm.model.dtype), llm.model.device.type, llm.model.backend, __version__)
-    return "fc_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
 from faircopy.errors import ConfigError, FaircopyError, NumericsError, RequestError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_CODES = {413: "body_too_large"}  # of errors that say no more than their status
 
 
-class ApiError(HTTPException):
+class ApiError(Exception):
     """An answer that is an error."""
 
     def __init__(
@@ -23,17 +22,17 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.param, self.code = param, code
+        super().__init__(message)
+        self.status_code, self.headers, self.param, self.code = status, dict(headers or {}), param, code
 
     def body(self) -> dict[str, Any]:
-        return error_body(self.status_code, str(self.detail), self.param, self.code)
+        return error_body(self.status_code, str(self), self.param, self.code)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
@@ -51,16 +50,23 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 def invalid_body(errors: list[Any]) -> ApiError:
     """One error for what pydantic found: the first problem of the field that the client most likely meant."""
-    first = max(errors, key=lambda error: (error["type"] == "json_invalid", len(error["loc"])))
-    names = [str(part) for part in first["loc"] if part != "body"]
+    first = max(errors, key=lambda error: (error["type"] in ("json_invalid", "unknown_field"), len(error["loc"])))
+    names = [str(part) for part in first["loc"][1:] if _is_place(str(part))]
     if first["type"] == "json_invalid":
         return ApiError(
             400, f"body: not JSON ({first.get('ctx', {}).get('error', 'cannot be read')})", code="invalid_json"
         )
+    if first["type"] == "unknown_field":
+        names.append(first["ctx"]["field"])
     param = names[0] if names else None
     where = ".".join(names) or "body"
-    given = "" if first["type"] == "missing" else f" = {_short(first.get('input'))}"
+    given = "" if first["type"] in ("missing", "unknown_field") else f" = {_short(first.get('input'))}"
     return ApiError(400, f"{where}{given}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _is_place(part: str) -> bool:
+    """Whether a part of pydantic's path is a field or an index, and not one of the types that a field may have."""
+    return part.isdigit() or (part.isidentifier() and part.islower() and part not in ("bool", "str", "int"))
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,14 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from faircopy.errors import RequestError
-from faircopy.server.protocol import ResponseFormat, Sampling, StructuredOutputs
+from faircopy.server.protocol import (
+    GrammarFormat,
+    RegexFormat,
+    ResponseFormat,
+    Sampling,
+    SchemaFormat,
+    StructuredOutputs,
+)
 
 _KEPT = 32  # masks kept per request: the paths of one step are asked for twice
 _COMPACT = {"whitespace_flexible": False}  # free whitespace is what small models get lost in
@@ -106,7 +113,7 @@ def grammar_of(body: Sampling) -> tuple[str, str] | None:
     found = ("response_format", grammar) if grammar is not None else ("structured_outputs", other)
     if found[1] is None:
         return None
-    _refuse_contradictions(body, found[0])
+    refuse_contradictions(body, found[0])
     return found  # type: ignore[return-value]
 
 
@@ -126,23 +133,19 @@ def lark_grammar(grammar: str) -> str:
 
 
 def _of_format(format: ResponseFormat) -> str | None:
-    if format.type == "text":
-        return None
-    if format.type == "json_object":
-        return json_grammar("response_format", {"type": "object"})
-    value = {"json_schema": format.json_schema, "regex": format.regex, "grammar": format.grammar}[format.type]
-    if value is None:
-        raise RequestError(f"response_format.{format.type}", None, "missing", f"give it with type {format.type!r}")
-    if format.json_schema is not None and format.type == "json_schema":
+    if isinstance(format, SchemaFormat):
         return json_grammar("response_format", format.json_schema.json_schema or {})
-    assert isinstance(value, str), "regex and grammar are texts"
-    return regex_grammar(value) if format.type == "regex" else lark_grammar(value)
+    if isinstance(format, RegexFormat):
+        return regex_grammar(format.regex)
+    if isinstance(format, GrammarFormat):
+        return lark_grammar(format.grammar)
+    return json_grammar("response_format", {"type": "object"}) if format.type == "json_object" else None
 
 
 def _of_outputs(outputs: StructuredOutputs) -> str | None:
     given = [name for name in ("json_", "regex", "choice", "grammar") if getattr(outputs, name) is not None]
-    if len(given) > 1:
-        raise RequestError("structured_outputs", given, "several at once", "give one of them")
+    if len(given) != 1:
+        raise RequestError("structured_outputs", given, "not exactly one field", "give json, regex, choice or grammar")
     if outputs.json_ is not None:
         return json_grammar("structured_outputs", outputs.json_)
     if outputs.choice is not None:
@@ -152,7 +155,7 @@ def _of_outputs(outputs: StructuredOutputs) -> str | None:
     return None if outputs.grammar is None else lark_grammar(outputs.grammar)
 
 
-def _refuse_contradictions(body: Sampling, field: str) -> None:
+def refuse_contradictions(body: Sampling, field: str) -> None:
     """Text of a complete grammar must be able to end."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(body, name):

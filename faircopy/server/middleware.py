@@ -9,6 +9,7 @@ import secrets
 import time
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from faircopy.server.errors import ApiError, as_api_error
@@ -89,7 +90,7 @@ class _Answer:
 
     async def fail(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self({"type": "http.response.start", "status": error.status_code, "headers": raw})
         await self._send({"type": "http.response.body", "body": body})
@@ -106,12 +107,13 @@ class _Limited:
         if message["type"] == "http.request":
             self._seen += len(message.get("body", b""))
             if self._seen > self._most:
-                raise _too_large(self._most)
+                error = _too_large(self._most)
+                raise HTTPException(error.status_code, str(error))  # FastAPI passes no other on from reading a body
         return message
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"body: larger than {most} bytes", code="body_too_large")
+    return ApiError(413, f"body: larger than {most} bytes")
 
 
 def request_id(request: Any) -> str:

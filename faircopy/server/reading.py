@@ -7,13 +7,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from faircopy.drafters.per_request import PerRequestDrafter
+from faircopy.drafters.per_request import drafter_names
 from faircopy.errors import RequestError
 from faircopy.llm import LLM
 from faircopy.requests import check_request
 from faircopy.server.errors import ApiError
-from faircopy.server.grammar import Grammars, grammar_of, json_grammar
-from faircopy.server.protocol import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Speculative, TextPart
+from faircopy.server.grammar import Grammars, grammar_of, json_grammar, refuse_contradictions
+from faircopy.server.protocol import (
+    IGNORED_IN_MESSAGES,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    NamedTool,
+    Sampling,
+    Speculative,
+    TextPart,
+    Tool,
+)
 from faircopy.server.settings import ServerConfig
 from faircopy.types import Constraint, Request, SamplingParams
 
@@ -27,6 +37,12 @@ class Asked:
     requests: list[Request]
     prompts: list[tuple[int, ...]]
     n: int
+    finished: frozenset[int] = frozenset()  # choices that the client has in full
+
+    @property
+    def open(self) -> list[int]:
+        """The choices that are to be written."""
+        return [index for index in range(len(self.requests)) if index not in self.finished]
 
 
 class Reader:
@@ -38,28 +54,22 @@ class Reader:
 
     def completion(self, body: CompletionRequest) -> Asked:
         self._check(body)
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise RequestError("best_of", body.best_of, "not n", "leave it out")
         prompts = _prompts(body.prompt)
         if len(prompts) > self._config.max_prompts:
             problem = f"more than {self._config.max_prompts} prompts"
             raise RequestError("prompt", f"{len(prompts)} prompts", problem, "send several requests")
-        if not body.max_tokens and body.max_tokens is not None and not body.echo:
-            raise RequestError("max_tokens", 0, "nothing to write", "pass at least 1, or echo=true")
         prompt_logprobs = body.logprobs if body.echo else None
-        most = None if body.max_tokens is None else max(1, body.max_tokens)  # a 0 with echo is cut afterwards
+        most = None if body.max_tokens is None else max(1, body.max_tokens)  # a 0 is cut afterwards
         params = sampling_params(body, max_tokens=most, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
         ids = [self._llm.encode(prompt) for prompt in prompts]
         return self._asked(body, ids, params, self._constraint(body))
 
     def chat(self, body: ChatRequest) -> Asked:
         self._check(body)
-        if body.top_logprobs is not None and not body.logprobs:
-            raise RequestError("top_logprobs", body.top_logprobs, "given without logprobs", "set logprobs to true")
         most = body.max_completion_tokens or body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        logprobs = (body.top_logprobs or 0) if wants_logprobs(body) else None
         params = sampling_params(body, max_tokens=most, logprobs=logprobs)
-        ids = self.chat_ids(body.messages, _tools(body), body.chat_template_kwargs or {})
+        ids = self.chat_ids(body.messages, _tools(body), _template(body))
         constraint = self._tool_constraint(body) or self._constraint(body)
         return self._asked(body, [ids], params, constraint, self._prediction(body))
 
@@ -97,7 +107,25 @@ class Reader:
             )
             check_request(first, self._llm.model, self._llm.engine.tables)
             requests += self._llm.samples(first)
-        return Asked(requests, [tuple(ids) for ids in prompts], params.n)
+        known = body.continued
+        finished = frozenset(index for index, written in enumerate(known or ()) if written.finished)
+        return Asked(self._continued(body, requests), [tuple(ids) for ids in prompts], params.n, finished)
+
+    def _continued(self, body: Sampling, requests: list[Request]) -> list[Request]:
+        """Requests that go on behind the tokens that the client has."""
+        if body.continued is None:
+            return requests
+        if not body.stream or body.seed is None:
+            raise RequestError("continued", "given", "without a stream and its seed", "set stream to true, and seed")
+        if len(body.continued) != len(requests):
+            problem = f"for {len(requests)} choices"
+            raise RequestError("continued", f"{len(body.continued)} entries", problem, "give one for each choice")
+        found = []
+        for request, known in zip(requests, body.continued, strict=True):
+            found.append(replace(request, written=tuple(known.token_ids)))
+            if not known.finished:
+                check_request(found[-1], self._llm.model, self._llm.engine.tables)
+        return found
 
     def _drafting(self, body: Sampling, predicted: bool) -> tuple[int | None, str | None]:
         """The request's k and drafter."""
@@ -105,8 +133,7 @@ class Reader:
         if wanted is False or (isinstance(wanted, Speculative) and not wanted.enabled):
             return 0, None
         own = wanted if isinstance(wanted, Speculative) else Speculative(k=None, drafter=None)
-        drafter = self._llm.engine.drafter
-        names = drafter.names if isinstance(drafter, PerRequestDrafter) else []
+        names = drafter_names(self._llm.engine.drafter)
         if own.drafter is not None and own.drafter not in names:
             raise RequestError("speculative.drafter", own.drafter, "not known here", f"use one of {', '.join(names)}")
         return (PREDICTION_K if predicted and own.k is None else own.k), own.drafter
@@ -120,6 +147,7 @@ class Reader:
         forced = forced_tools(body)
         if forced is None:
             return None
+        refuse_contradictions(body, "tool_choice")
         schemas = [
             {
                 "type": "object",
@@ -165,7 +193,7 @@ def sampling_params(body: Sampling, **more: Any) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=top_k,
         min_p=body.min_p or 0.0,
-        seed=body.seed,
+        seed=None if body.seed is None else body.seed % (1 << 63),
         min_tokens=body.min_tokens or 0,
         stop=body.stop or (),  # type: ignore[arg-type]
         stop_token_ids=body.stop_token_ids or (),  # type: ignore[arg-type]
@@ -182,16 +210,19 @@ def sampling_params(body: Sampling, **more: Any) -> SamplingParams:
 
 def plain_message(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it: text instead of parts, arguments of calls as objects."""
-    plain = message.model_dump(exclude_none=True)
+    plain = message.model_dump(exclude_none=True, exclude=IGNORED_IN_MESSAGES)
     plain["content"] = flat_text(message.content)
     for call in plain.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
-            raise RequestError(
-                "messages", call["function"]["arguments"], "not JSON", "send the call's arguments as JSON"
-            ) from None
+        call.pop("index", None)
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise RequestError("messages", text, "not JSON", "send the call's arguments as JSON") from None
 
 
 def flat_text(content: str | list[TextPart] | None) -> str:
@@ -203,7 +234,22 @@ def flat_text(content: str | list[TextPart] | None) -> str:
 def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     if not body.tools or body.tool_choice == "none":
         return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return [plain_tool(tool) for tool in body.tools]
+
+
+def plain_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates and parsers expect it."""
+    return tool.model_dump(exclude_none=True, exclude={"cache_control"})
+
+
+def wants_logprobs(body: ChatRequest) -> bool:
+    return bool(body.logprobs) or body.top_logprobs is not None
+
+
+def _template(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template is given beside messages and tools."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return effort | (body.chat_template_kwargs or {})
 
 
 def _prompts(prompt: Any) -> list[Any]:

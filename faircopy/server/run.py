@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from faircopy.server.service import Service
 from faircopy.server.settings import ServerConfig
 
 log = logging.getLogger("faircopy.server")
-SWITCH_INTERVAL = 0.0005  # Python's 5 ms let the front end hold up the engine's thread for whole steps
 
 
 class Server(uvicorn.Server):
@@ -56,7 +54,6 @@ class Server(uvicorn.Server):
 
 def make_server(llm: LLM, config: ServerConfig) -> Server:
     """A server that is ready to run."""
-    sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(llm, config)
     tracing.set_up()
     options = uvicorn.Config(

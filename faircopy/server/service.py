@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from faircopy.engine import Engine
 from faircopy.llm import LLM
 from faircopy.server.engine_thread import EngineThread, Ticket, Update, page_map
 from faircopy.server.errors import ApiError
-from faircopy.server.metrics import Metrics
 from faircopy.server.settings import ServerConfig
 from faircopy.server.shadow import ShadowAudit
 from faircopy.text import IncrementalText
 from faircopy.types import Request, TextStream
 
+if TYPE_CHECKING:  # this module must not need the packages of a web server: benchmarks use it without
+    from faircopy.server.metrics import Metrics
+
+MakeMetrics = Callable[[Engine, ShadowAudit, str, bool], "Metrics"]
+SWITCH_INTERVAL = 0.0005  # Python's 5 ms let the front end hold up the engine's thread for whole steps
 LATE = Update(finished="abort")
+
+
+def served_name(llm: LLM, config: ServerConfig) -> str:
+    """What clients call the model."""
+    return config.name or llm.model.name.rstrip("/").rpartition("/")[2]
 
 
 class Service:
     """Belongs to the event loop's thread; the engine belongs to another."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, name: str) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, name: str, metrics: MakeMetrics) -> None:
         self.llm, self.config, self.name = llm, config, name
         self.audit = ShadowAudit(llm.engine, config.shadow_audit, config.audit_folder, self._fresh_text)
-        self.metrics = Metrics(llm.engine, self.audit, name, config.vllm_metrics)
+        self.metrics = metrics(llm.engine, self.audit, name, config.vllm_metrics)
         self.draining = False
         self._open = 0  # tickets that have not ended
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,6 +60,7 @@ class Service:
         return self._open
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 

@@ -91,9 +91,13 @@ class ShadowAudit:
         return {"share": self._share, "checked": self.checked, "mismatches": self.mismatches, "waiting": waiting}
 
     def _plainly(self, request: Request) -> Request:
-        """The same request without drafts; its log probabilities of the prompt keep it from reusing cached pages."""
+        """The same request without drafts, from its first token on.
+
+        Its log probabilities of the prompt keep it from reusing cached pages.
+        """
         params = replace(request.params, prompt_logprobs=0)
-        return replace(request, params=params, k=0, drafter=None, prediction=(), text=self._fresh_text(request))
+        text = self._fresh_text(request)
+        return replace(request, params=params, k=0, drafter=None, prediction=(), written=(), text=text)
 
     def _report(self, written: Written, seq: Sequence) -> None:
         told = "not written: no folder was given" if self._folder is None else self._write(self._folder, written, seq)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from faircopy.server.protocol import ChatRequest
-from faircopy.server.reading import forced_tools
+from faircopy.server.reading import forced_tools, plain_tool
 
 log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
@@ -26,7 +26,7 @@ class ToolReader:
         self._forced, self._template = forced_tools(body) is not None, template
         wanted = bool(body.tools) and body.tool_choice != "none"
         self._parser = tokenizer if template is not None and wanted and not self._forced else None
-        self._tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        self._tools = [plain_tool(tool) for tool in body.tools or ()]
 
     @property
     def active(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from faircopy.types import Request
 
+log = logging.getLogger("faircopy.server")
 try:
     from opentelemetry import trace
 except ImportError:
@@ -16,14 +18,15 @@ except ImportError:
 
 
 def set_up() -> bool:
-    """Send spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names; false if there is none to send to."""
-    if trace is None or not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+    """Send spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names; false if there is none, or no exporter."""
+    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         return False
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
+    except ImportError as error:
+        log.warning("no spans are sent (%s): pip install opentelemetry-exporter-otlp-proto-http", error)
         return False
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -32,18 +35,18 @@ def set_up() -> bool:
 
 
 @contextlib.contextmanager
-def traced(path: str, model: str, request: Request) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A span around a request, with the attributes of the convention for generative models; takes the usage."""
+def traced(path: str, model: str, request: Request, usage: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """A span around a request, with the attributes of the convention for generative models. usage: asked at the end."""
     if trace is None:
-        yield lambda usage: None
+        yield
         return
     with trace.get_tracer("faircopy").start_as_current_span(path) as span:
         span.set_attribute("gen_ai.request.model", model)
         span.set_attribute("gen_ai.request.temperature", request.params.temperature)
         span.set_attribute("gen_ai.request.top_p", request.params.top_p)
-
-        def finish(usage: dict[str, Any]) -> None:
-            span.set_attribute("gen_ai.usage.input_tokens", usage["prompt_tokens"])
-            span.set_attribute("gen_ai.usage.output_tokens", usage["completion_tokens"])
-
-        yield finish
+        try:
+            yield
+        finally:
+            found = usage()
+            span.set_attribute("gen_ai.usage.input_tokens", found["prompt_tokens"])
+            span.set_attribute("gen_ai.usage.output_tokens", found["completion_tokens"])

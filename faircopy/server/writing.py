@@ -36,6 +36,11 @@ class Choice:
         self.whole = Piece()
         self.counts = DraftCounts()
 
+    def resume(self) -> None:
+        """Count the tokens that the client has already; their text is not sent again."""
+        if self.request.written:
+            self.take([Update(tokens=self.request.written)])
+
     def take(self, updates: list[Update]) -> Piece:
         """What is new; `whole` has everything."""
         piece = Piece()
@@ -112,9 +117,9 @@ def speculative_metrics(counts: list[DraftCounts], k: int, detail: str) -> dict[
     return found
 
 
-def usage(prompts: list[tuple[int, ...]], choices: list[Choice]) -> dict[str, Any]:
+def usage(prompts: list[tuple[int, ...]], choices: list[Choice], count_output: bool = True) -> dict[str, Any]:
     prompt = sum(map(len, prompts))
-    written = sum(len(choice.whole.tokens) for choice in choices)
+    written = sum(len(choice.whole.tokens) for choice in choices) if count_output else 0
     found: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": written,

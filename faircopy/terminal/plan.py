@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from faircopy.config import DTYPES, GPU_RESERVE, EngineConfig, parse_bytes
+from faircopy.costs import CostTable
+from faircopy.measured_costs import kept_costs
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
 from faircopy.planning.drafts import ACCEPTANCE, NO_DRAFT, DraftShape, shape_of_draft
@@ -70,6 +72,10 @@ def show(plan: Plan, wish: Wish, explain: bool, console: Console) -> None:
         console.print(f"Rows per sequence that cost no time: {plan.law.shared:.0f} / batch + {plan.law.own:.1f}")
         console.print(_law(plan, wish))
         console.print(_sources(plan, wish), style="dim", highlight=False, soft_wrap=True)
+        for about, costs in kept_costs(wish.target):
+            console.print(_passes(about, costs))
+            if costs.steps:
+                console.print(_steps(costs))
 
 
 def as_json(plan: Plan, wish: Wish) -> str:
@@ -185,6 +191,28 @@ def _fastest(plan: Plan, wish: Wish, batch: int) -> int:
         return estimate(setup, plan.device, wish.acceptance).tokens_per_second
 
     return best_k(rate, lambda k: 1.0, MOST_K) if draft.kind != "none" else 0
+
+
+def _passes(about: str, costs: CostTable) -> Table:
+    """Measured passes; what steps took since is not in it."""
+    table = Table(title=f"Measured passes, ms ({about})", title_justify="left")
+    for name in ("rows", "target", "draft model"):
+        table.add_column(name, justify="right")
+    for rows, seconds in costs.target.points:
+        small = f"{1e3 * costs.draft(rows):.2f}" if costs.draft.points else "-"
+        table.add_row(str(rows), f"{1e3 * seconds:.2f}", small)
+    return table
+
+
+def _steps(costs: CostTable) -> Table:
+    lengths = sorted({k for _, k in costs.steps})
+    table = Table(title="Measured captured steps, ms, by draft tokens", title_justify="left")
+    for name in ("batch", *map(str, lengths)):
+        table.add_column(name, justify="right")
+    for size in sorted({size for size, _ in costs.steps}):
+        times = [costs.steps.get((size, k)) for k in lengths]
+        table.add_row(str(size), *("-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times))
+    return table
 
 
 def _sources(plan: Plan, wish: Wish) -> str:

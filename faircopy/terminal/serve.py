@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def read_options(file: str, known: set[str]) -> dict[str, Any]:
     """The options in a file of --config; unknown ones are refused."""
     from faircopy.config import refuse_unknown
 
-    _require_packages()
+    require_packages()
     from faircopy.server.settings import read_config
 
     values = read_config(Path(file))
@@ -24,7 +25,7 @@ def read_options(file: str, known: set[str]) -> dict[str, Any]:
 
 def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **options: Any) -> None:
     """Serve until a signal comes."""
-    _require_packages()
+    require_packages()
     from faircopy.server import logs
     from faircopy.server.run import make_server
     from faircopy.server.settings import ServerConfig, read_keys
@@ -38,14 +39,36 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     make_server(llm, config).run()
 
 
-def _require_packages() -> None:
+def serve_replicas(
+    make: Callable[[], LLM], api_keys: Path | None, fleet: dict[str, Any], most_requests: int, **options: Any
+) -> None:
+    """Serve with several engines on Ray Serve until a signal comes. make: loads the engine of a replica."""
+    require_packages()
+    require_ray()
+    from faircopy.ray.deployment import Fleet, run
+    from faircopy.server.settings import ServerConfig, read_keys
+
+    config = ServerConfig(api_keys=read_keys(api_keys), **options)
+    _check_port(config.host, config.port)
+    run(make, config, Fleet(**fleet), most_requests)
+
+
+def require_packages(command: str = "serve") -> None:
+    """Refuse a command whose packages are not installed."""
     try:
         import fastapi  # noqa: F401
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError("serve", error.name, "not installed", "pip install 'faircopy[serve]'") from error
+        raise ConfigError(command, error.name, "not installed", "pip install 'faircopy[serve]'") from error
+
+
+def require_ray() -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("ray", error.name, "not installed", "pip install 'faircopy[ray]'") from error
 
 
 def _check_port(host: str, port: int) -> None:

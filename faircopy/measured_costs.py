@@ -1,0 +1,60 @@
+"""Cost tables of checkpoints on this machine: measured once and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+from faircopy.cache import KeptTable, device_kind, source_hash
+from faircopy.config import EngineConfig
+from faircopy.costs import CostTable, Curve
+from faircopy.drafters.heads import Head
+from faircopy.errors import CheckpointError
+from faircopy.model.anatomy import identity
+from faircopy.model.base import Model
+from faircopy.model.trial import pass_curve
+from faircopy.progress import doing
+
+TARGET_TRIAL, DRAFT_TRIAL = 1.5, 0.5  # seconds that measuring takes
+_KEPT = KeptTable("costs")
+
+
+def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:
+    """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps."""
+    if target.device.type != "cpu":
+        return None
+    kept = _KEPT.get(_key(target, draft))
+    if kept is not None:
+        return CostTable.of_json(kept["table"])
+    most = config.max_batch * (config.k + 1)
+    with doing(f"{target.name}: measuring what passes cost"):
+        small = Curve() if draft is None or isinstance(draft, Head) else pass_curve(draft, most, DRAFT_TRIAL)
+        table = CostTable(pass_curve(target, most, TARGET_TRIAL), small)
+    keep_costs(target, draft, table)
+    return table
+
+
+def keep_costs(target: Model, draft: Model | Head | None, table: CostTable) -> None:
+    """Keep what was measured, if both models were read from files."""
+    checkpoint = _checkpoint(target.name)
+    if checkpoint is not None:
+        beside = "no draft model" if draft is None or isinstance(draft, Head) else draft.name
+        about = f"{str(target.dtype).removeprefix('torch.')}, {beside}, {device_kind(target.device)}"
+        _KEPT.put(_key(target, draft), {"checkpoint": checkpoint, "about": about, "table": table.as_json()})
+
+
+def kept_costs(name: str) -> list[tuple[str, CostTable]]:
+    """The tables of a checkpoint, each with what it was measured with."""
+    checkpoint = _checkpoint(name)
+    found = [kept for kept in _KEPT.values() if checkpoint is not None and kept.get("checkpoint") == checkpoint]
+    return [(kept["about"], CostTable.of_json(kept["table"])) for kept in found]
+
+
+def _key(target: Model, draft: Model | Head | None) -> str:
+    small = None if draft is None or isinstance(draft, Head) else _checkpoint(draft.name)
+    return f"{_checkpoint(target.name)} {small} {target.dtype} {device_kind(target.device)} {source_hash()}"
+
+
+def _checkpoint(name: str) -> str | None:
+    """What a model's files say they are; None: it was not read from files."""
+    try:
+        return identity(name)
+    except CheckpointError:
+        return None

@@ -1,0 +1,129 @@
+"""`faircopy batch`: OpenAI's batch format in and out, nothing twice and nothing lost after a kill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
+
+from faircopy import LLM, SamplingParams, bundled
+from faircopy.errors import ConfigError
+from faircopy.terminal.batch_file import BatchFile
+
+COMMAND = [sys.executable, "-m", "faircopy", "batch", "--threads", "1", "--dtype", "float32"]
+CHAT = [{"role": "user", "content": "Tell me of a dog."}]
+
+
+def request(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def stories(count: int, tokens: int) -> list[dict[str, Any]]:
+    prompts = bundled.prompts()
+    return [
+        request(f"r{n}", prompt=prompts[n % len(prompts)][: 40 + n % 30], max_tokens=tokens, temperature=n % 2, seed=n)
+        for n in range(count)
+    ]
+
+
+def run(requests: Path, answers: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "--in", str(requests), "--out", str(answers), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
+    lines = [
+        *stories(3, 12),
+        request("chat", "/v1/chat/completions", messages=CHAT, max_tokens=8, temperature=0, n=2),
+        request("wrong", prompt="x", temprature=1),
+        request("streamed", prompt="x", stream=True),
+        request("model", prompt="x", model="gpt-9"),
+    ]
+    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert done.returncode == 1 and "3 requests were refused" in done.stderr
+    found = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
+    assert len(found) == len(lines)
+    assert {name: found[name]["status_code"] for name in ("wrong", "streamed", "model")} == {
+        "wrong": 400, "streamed": 400, "model": 404,
+    }  # fmt: skip
+    assert "temperature" in found["wrong"]["body"]["error"]["message"]
+    assert len(found["chat"]["body"]["choices"]) == 2
+    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    for line in lines[:3]:
+        body = line["body"]
+        params = SamplingParams(max_tokens=12, temperature=body["temperature"], seed=body["seed"])
+        assert found[line["custom_id"]]["body"]["choices"][0]["text"] == llm.generate(body["prompt"], params)[0].text
+
+
+def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Path) -> None:
+    lines, out = stories(64, 24), tmp_path / "out.jsonl"
+    requests = write(tmp_path / "in.jsonl", lines)
+    process = subprocess.Popen([*COMMAND, "--in", str(requests), "--out", str(out), "--batch", "4"], stderr=PIPE)
+    while process.poll() is None and _lines(out) < 8:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    kept = _lines(out)
+    assert 8 <= kept < 64
+    with out.open("a") as file:
+        file.write('{"id": "batch_req_1", "custom_id": "r1')  # a line that a kill cut
+    again = run(requests, out, "--batch", "16")
+    assert again.returncode == 0 and f"{kept} of 64 requests are already answered" in again.stderr
+    answers = read(out)
+    assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in lines)
+    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    bodies = [line["body"] for line in lines]
+    params = [SamplingParams(max_tokens=24, temperature=body["temperature"], seed=body["seed"]) for body in bodies]
+    alone = llm.generate([body["prompt"] for body in bodies], params, progress=False)
+    assert texts(answers) == {line["custom_id"]: answer.text for line, answer in zip(lines, alone, strict=True)}
+    assert run(requests, out).returncode == 0 and len(read(out)) == 64  # nothing is left to do
+
+
+def texts(answers: list[dict[str, Any]]) -> dict[str, str]:
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", "custom_id"),
+        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "not served"),
+        ('{"custom_id": "a", "url": "/v1/completions"}', "body"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2, "twice"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        BatchFile(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert "in.jsonl:" in str(refused.value)
+
+
+def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", stories(1, 4))
+    for line in ('{"custom_id": "other"}', "nonsense"):
+        (tmp_path / "out.jsonl").write_text(line + "\n")
+        with pytest.raises(ConfigError, match=r"out\.jsonl:1"):
+            BatchFile(requests, tmp_path / "out.jsonl")
