@@ -50,7 +50,7 @@ def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     from faircopy.ray.deployment import Replica
     from faircopy.server.settings import ServerConfig
 
-    replica = Replica(lambda: LLM(TableModel(), tokenizer=ByteTokenizer(), memory="1MiB"), ServerConfig())
+    replica = Replica(lambda: LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB"), ServerConfig())
 
     async def run() -> None:
         replica.check_health()
