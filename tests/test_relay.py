@@ -30,7 +30,7 @@ TOOL = {
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Running]]:
     """One without drafts, one with."""
-    options: dict[str, Any] = {"drafter_per_request": True, "memory": "6MiB", "dtype": "float32", "threads": 1}
+    options: dict[str, Any] = {"drafter_per_request": True, "cache_memory": "6MiB", "dtype": "float32", "threads": 1}
     with (
         serving(LLM(bundled.target(), max_batch=2, **options)) as one,
         serving(LLM(bundled.target(), bundled.draft(), max_batch=6, **options)) as other,
