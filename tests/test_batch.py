@@ -65,7 +65,7 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "temperature" in found["wrong"]["body"]["error"]["message"]
     assert len(found["chat"]["body"]["choices"]) == 2
-    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
     for line in lines[:3]:
         body = line["body"]
         params = SamplingParams(max_tokens=12, temperature=body["temperature"], seed=body["seed"])
@@ -88,7 +88,7 @@ def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Pa
     assert again.returncode == 0 and f"{kept} of 64 requests are already answered" in again.stderr
     answers = read(out)
     assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in lines)
-    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
     bodies = [line["body"] for line in lines]
     params = [SamplingParams(max_tokens=24, temperature=body["temperature"], seed=body["seed"]) for body in bodies]
     alone = llm.generate([body["prompt"] for body in bodies], params, progress=False)
