@@ -135,6 +135,10 @@ class AutoLength(DraftLengths):
         self.costs = StepCosts(table)
 
     @property
+    def brief(self) -> str:
+        return f"{self.k} draft tokens" if self.k else "drafting off"
+
+    @property
     def confidence(self) -> Confidence | None:
         """Up to which confidence tokens are wanted; None: all that were asked for."""
         if self._quality not in ("explicit", "both") or not self.k:
