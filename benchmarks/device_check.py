@@ -37,12 +37,12 @@ def widened(device: str, dtype: str, prompts: list[str], tokens: int) -> dict[st
     """The pair at the shapes of Qwen3-8B and 0.6B against the small float32 pair, without the promise (for speed)."""
     params = SamplingParams(max_tokens=tokens)
     options: dict[str, Any] = {"device": device, "cache_memory": "8GiB", "exact": False, "k": 4}
-    small = LLM(bundled.target(), draft=bundled.draft(), dtype="float32", **options)
+    small = LLM(bundled.target(), draft=bundled.draft(), k=4, dtype="float32", **options)
     kind = getattr(torch, dtype)
     target: Any = widened_model(bundled.target(), QWEN3["qwen3-8b"], dtype=kind, device=device, exact=False)
     draft = widened_model(bundled.draft(), QWEN3["qwen3-0.6b"], dtype=kind, device=device, exact=False)
     target.eos = load_eos(bundled.target())
-    wide = LLM(target, draft, tokenizer=load_tokenizer(bundled.target()), dtype=dtype, **options)
+    wide = LLM(target, draft, 4, tokenizer=load_tokenizer(bundled.target()), dtype=dtype, **options)
     texts = [[a.token_ids for a in llm.generate(prompts, params)] for llm in (small, wide)]
     acceptance = [round(llm.metrics()["acceptance"], 3) for llm in (small, wide)]
     row = {

@@ -102,7 +102,9 @@ def fingerprints(folder: Path) -> Iterator[Row]:
     for method in HEADS:
         yield from of_head(method, saved["llama"], folder)
     yield from of_strategies(saved["llama"])
-    yield run("llama rejection model", LLM(saved["llama"], saved["llama"], verifier="rejection", cache_memory="8MiB"))
+    yield run(
+        "llama rejection model", LLM(saved["llama"], saved["llama"], 4, verifier="rejection", cache_memory="8MiB")
+    )
     yield from of_bundled()
     yield from of_captured(saved["llama"], folder)
 

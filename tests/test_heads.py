@@ -173,7 +173,7 @@ def test_a_folder_is_for_one_target(checkpoint: Callable[..., str], tmp_path: Pa
     model = load(folder)
     head = head_for(folder, model, method).to(torch.bfloat16).float()
     save_head(head, tmp_path / "head")
-    llm = LLM(folder, draft=tmp_path / "head", cache_memory="16MiB")
+    llm = LLM(folder, draft=tmp_path / "head", k=4, cache_memory="16MiB")
     assert llm.explain()["drafter"] == "HeadDrafter"
     (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     assert (

@@ -83,7 +83,7 @@ def test_the_gpus_replacements_write_the_same_text(checkpoint: Callable[..., str
         model = load(checkpoint(name), backend="transformers")
         assert isinstance(model, TransformersModel)
         model._mode = RowInvariant(rules)
-        llm = LLM(model, draft="ngram", cache_memory="32MiB")
+        llm = LLM(model, draft="ngram", k=4, cache_memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=16))])
     assert texts[0] == texts[1]
 

@@ -23,7 +23,7 @@ PROMPTS = ["one", "a second prompt", "x"]
 
 def an_llm(draft: object = None, **options: object) -> LLM:
     model = TableModel(vocab=256, seed=3, eos=(0,))
-    return LLM(model, draft, tokenizer=ByteTokenizer(), **options)  # type: ignore[arg-type]
+    return LLM(model, draft, tokenizer=ByteTokenizer(), **{"k": 4, **options})  # type: ignore[arg-type]
 
 
 def a_draft() -> TableModel:
@@ -332,7 +332,7 @@ def test_what_is_no_prompt_is_refused_and_nothing_stays_behind(prompts: object) 
 
 
 def test_arrays_and_paths_are_welcome(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(Path(checkpoint("llama")), draft=Path(checkpoint("llama")), dtype="float32", cache_memory="32MiB")
+    llm = LLM(Path(checkpoint("llama")), Path(checkpoint("llama")), 4, dtype="float32", cache_memory="32MiB")
     params = SamplingParams(max_tokens=4)
     ids = [a.token_ids for a in llm.generate([[1, 2], [3, 4]], params)]
     assert [a.token_ids for a in llm.generate(torch.tensor([[1, 2], [3, 4]]), params)] == ids  # type: ignore[arg-type]
@@ -500,7 +500,7 @@ def test_llms_of_one_checkpoint_share_its_weights_while_one_is_alive(checkpoint:
 
 
 def test_explain_says_what_takes_memory(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(checkpoint("llama"), draft=checkpoint("llama", 1), dtype="float32", cache_memory="1MiB")
+    llm = LLM(checkpoint("llama"), checkpoint("llama", 1), 4, dtype="float32", cache_memory="1MiB")
     memory = llm.explain()["memory_bytes"]
     assert memory["weights"] == memory["draft_weights"] > 0
     assert 0 < memory["cache_limit"] <= 1 << 20 and memory["cache_in_use"] == 0

@@ -73,7 +73,7 @@ def test_the_family_runs_on_our_decoder_and_others_on_the_transformers_backend(
 def test_both_backends_write_the_same_text(checkpoint: Callable[..., str], name: str) -> None:
     texts = []
     for backend in ("decoder", "transformers"):
-        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", cache_memory="32MiB")
+        llm = LLM(load(checkpoint(name), backend=backend), draft="ngram", k=4, cache_memory="32MiB")
         texts.append([a.token_ids for a in llm.generate([[5, 6, 7], [9] * 30], SamplingParams(max_tokens=20))])
     assert texts[0] == texts[1]
 
@@ -94,7 +94,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused_unless_asked_for(
 
 def test_without_the_promise_everything_else_still_works(checkpoint: Callable[..., str]) -> None:
     for name in ("llama", "gemma2", "qwen3_moe"):
-        llm = LLM(checkpoint(name), draft=checkpoint(name, 1), exact=False, **OPTIONS)
+        llm = LLM(checkpoint(name), draft=checkpoint(name, 1), k=4, exact=False, **OPTIONS)
         out = llm.generate([[1, 2, 3], [4] * 40], SamplingParams(max_tokens=12))
         assert [len(a.token_ids) for a in out] == [12, 12]
 
@@ -241,7 +241,7 @@ def test_heads_padded_to_different_sizes_go_together(tmp_path: Path) -> None:
         folders.append(str(tmp_path / name))
     for target, draft in (folders, folders[::-1]):
         plain = LLM(target, **OPTIONS).generate([[1, 2, 3]], SamplingParams(max_tokens=10))[0].token_ids
-        out = LLM(target, draft=draft, **OPTIONS).generate([[1, 2, 3]], SamplingParams(max_tokens=10))[0]
+        out = LLM(target, draft=draft, k=4, **OPTIONS).generate([[1, 2, 3]], SamplingParams(max_tokens=10))[0]
         assert out.token_ids == plain
         assert out.drafted > 0
 

@@ -57,6 +57,7 @@ def llm() -> LLM:
     return LLM(
         bundled.target(),
         draft=bundled.draft(),
+        k=4,
         drafter_per_request=True,
         max_batch=12,
         cache_memory="5MiB",

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     llm = LLM(
-        bundled.target(), draft=bundled.draft(), drafter_per_request=True, max_batch=8, cache_memory="16MiB", threads=1
+        bundled.target(), bundled.draft(), 4, drafter_per_request=True, max_batch=8, cache_memory="16MiB", threads=1
     )
     with serving(llm, shadow_audit=1.0) as running:
         yield running

@@ -20,7 +20,7 @@ from faircopy.testing import TableModel
 
 
 def test_eight_threads_get_the_texts_they_would_get_alone(checkpoint: Callable[..., str]) -> None:
-    llm = LLM(checkpoint("llama"), draft="ngram", dtype="float32", cache_memory="8MiB", max_batch=8)
+    llm = LLM(checkpoint("llama"), draft="ngram", k=4, dtype="float32", cache_memory="8MiB", max_batch=8)
     jobs = [
         ([n, n + 1, 7] * (1 + n % 5), SamplingParams(max_tokens=8 + n % 9, temperature=0.7 * (n % 2), seed=n))
         for n in range(40)

@@ -29,7 +29,7 @@ def first() -> LLM:
 @pytest.fixture(scope="module")
 def second() -> LLM:
     """With drafts, and with so few pages that sequences are preempted."""
-    return LLM(bundled.target(), bundled.draft(), cache_memory="2MiB", dtype="float32", threads=1, max_batch=8)
+    return LLM(bundled.target(), bundled.draft(), 4, cache_memory="2MiB", dtype="float32", threads=1, max_batch=8)
 
 
 def run(llm: LLM, requests: list[Request]) -> list[Sequence]:
