@@ -584,3 +584,20 @@ def test_draft_lengths_may_change_between_captured_steps(pair, plain, drafter: s
         starts = count_starts(engine)
         assert finish(engine, ask(engine, params)) == plain[repr(params)]
         assert len(starts) > 4 and (not warm or engine.captured.captured_sizes == known)
+
+
+class EverySecond(DraftLengths):
+    """No drafts for every second sequence, though none asked for that."""
+
+    lengths = (0, 3)
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [3 * (seq.id % 2) for seq in seqs]
+
+
+def test_a_sequence_without_drafts_does_not_keep_the_others_eager(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """A draft model reads it too, or captured steps with drafts would wait for it until it ends."""
+    engine = build(pair, "model", k=3, max_batch=5, draft_lengths=EverySecond())
+    starts = count_starts(engine)
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    assert len(starts) >= engine.meter.steps - 2
