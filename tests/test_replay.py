@@ -601,3 +601,21 @@ def test_a_sequence_without_drafts_does_not_keep_the_others_eager(pair, plain) -
     starts = count_starts(engine)
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
     assert len(starts) >= engine.meter.steps - 2
+
+
+def test_costs_of_a_target_whose_passes_are_no_graphs_are_learned(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """The draft model's passes alone are timed when warming up: that is no table of costs."""
+    engine = build(pair, "model", k=3, auto=True)
+    engine.target.passes, engine.captured, engine.scheduler._capture = None, None, None
+    engine.warm_up()
+    assert engine.drafter.passes.times
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_measured_lengths_in_captured_steps(pair, plain, drafter: str) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=3, auto=True)
+    engine.warm_up()
+    known = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
+    assert engine.captured.captured_sizes == known
