@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
+import torch
 
-from faircopy import LLM, ConfigError, SamplingParams, bundled
+from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
+from faircopy.cache import KeptTable
+from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
+from faircopy.model.loader import load_model
 from faircopy.planner import Acceptance, AutoLength
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
 
@@ -137,3 +143,27 @@ def test_texts_do_not_depend_on_it() -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="k"):
         LLM(bundled.target(), bundled.draft(), k="many")
+
+
+@pytest.mark.parametrize("taken", [0.0, 1e12])
+@pytest.mark.parametrize("most", [0, 1, 8])
+def test_absurd_times_break_nothing(taken: float, most: int) -> None:
+    for table in (None, CostTable(Curve(((1, 0.0),)), steps={(4, 0): 0.0}), CostTable(Curve(((1, 1e30), (2, 1e300))))):
+        tokens, _, chosen = simulate(AutoLength(most, table=table), 0.7, lambda batch, k: taken, batch=9)
+        assert tokens >= 9 * 400 and max(chosen) <= most
+
+
+def test_damaged_tables_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+    model, config = load_model(bundled.draft(), torch.float32, torch.device("cpu")), EngineConfig(max_batch=1, k=1)
+    assert measured_costs.cost_table(model, None, config)
+    (key, kept), file = json.loads((tmp_path / "costs.json").read_text()).popitem(), tmp_path / "costs.json"
+    no_points = {**kept, "table": {**kept["table"], "target": []}}
+    for damaged in (5, [], {}, {**kept, "table": None}, {**kept, "table": {"target": "x"}}, no_points):
+        file.write_text(json.dumps({key: damaged}))
+        assert measured_costs.kept_costs(str(bundled.draft())) == []
+        monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+        table = measured_costs.cost_table(model, None, config)
+        assert table is not None and table.target.points
+        assert [found for _, found in measured_costs.kept_costs(str(bundled.draft()))] == [table]
