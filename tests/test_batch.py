@@ -65,7 +65,7 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "temperature" in found["wrong"]["body"]["error"]["message"]
     assert len(found["chat"]["body"]["choices"]) == 2
-    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
     for line in lines[:3]:
         body = line["body"]
         params = SamplingParams(max_tokens=12, temperature=body["temperature"], seed=body["seed"])
@@ -88,7 +88,7 @@ def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Pa
     assert again.returncode == 0 and f"{kept} of 64 requests are already answered" in again.stderr
     answers = read(out)
     assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in lines)
-    llm = LLM(bundled.target(), dtype="float32", threads=1, memory="16MiB")
+    llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
     bodies = [line["body"] for line in lines]
     params = [SamplingParams(max_tokens=24, temperature=body["temperature"], seed=body["seed"]) for body in bodies]
     alone = llm.generate([body["prompt"] for body in bodies], params, progress=False)
@@ -127,3 +127,17 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").write_text(line + "\n")
         with pytest.raises(ConfigError, match=r"out\.jsonl:1"):
             BatchFile(requests, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+@pytest.mark.parametrize("content", [json.dumps(request("r0", prompt="x")), '{"custom_id": ["r0"]}', "notes of mine", "{"])
+def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, content: str, ending: str) -> None:
+    """Also the file of requests itself: they are not taken for answers, and a last line without an end is not cut."""
+    requests, other = write(tmp_path / "in.jsonl", [request("r0", prompt="x")]), tmp_path / "other"
+    other.write_text(content + ending)
+    if (content, ending) == ("{", ""):
+        assert BatchFile(requests, other).answered == 0 and other.read_text() == ""  # the beginning of an answer
+        return
+    with pytest.raises(ConfigError, match="not an answer of a batch"):
+        BatchFile(requests, other)
+    assert other.read_text() == content + ending
