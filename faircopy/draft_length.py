@@ -16,6 +16,11 @@ class DraftLengths(ABC):
     lengths: tuple[int, ...] = ()  # what it chooses from, if that is known: captured steps are made for these
 
     @property
+    def brief(self) -> str:
+        """What is chosen at present, in two words for a progress bar; empty if it does not change."""
+        return ""
+
+    @property
     def confidence(self) -> Confidence | None:
         """How sure a drafter must be of what it drafts; None: it drafts what it may."""
         return None

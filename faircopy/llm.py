@@ -244,7 +244,7 @@ class LLM:
                     for index, answer in done:
                         del open_ones[index]
                         yield index, answer
-                    _report(bar, outputs, live)
+                    _report(bar, outputs, live, self.engine.draft_lengths.brief)
         finally:
             with self._lock:
                 for seq in live:
@@ -318,11 +318,16 @@ def memory_line(model: Model, memory: dict[str, int]) -> str:
     return f"{model.name}: {amount(weights)} of weights ({kind}); up to {amount(limit)} of keys and values, {taken}"
 
 
-def _report(bar: Any, outputs: list[Output], live: list[Sequence]) -> None:
+def _report(bar: Any, outputs: list[Output], live: list[Sequence], chosen: str) -> None:
     if bar.disable:
         return
     bar.update(sum(output.finished is not None for output in outputs))
     written, drafted = sum(len(seq.output) for seq in live), sum(seq.drafted for seq in live)
     accepted = sum(seq.accepted for seq in live)
     rate = written / max(1e-9, bar.format_dict["elapsed"])
-    bar.set_postfix_str(f"{rate:.0f} tok/s, accepted {accepted / drafted:.0%}" if drafted else f"{rate:.0f} tok/s")
+    parts = [
+        f"{rate:.0f} tok/s",
+        *([f"accepted {accepted / drafted:.0%}"] if drafted else []),
+        *([chosen] if chosen else []),
+    ]
+    bar.set_postfix_str(", ".join(parts))

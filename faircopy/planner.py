@@ -122,7 +122,8 @@ class AutoLength(DraftLengths):
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
         self.k = 0  # the present choice
         self.reason = "nothing is measured yet"
-        self._worth = 0.0  # tokens that a row costs in time: a draft token less likely than this is left out
+        self._row = 0.0  # tokens that a verified row costs in time
+        self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
         self._held = HOLD
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
@@ -134,18 +135,22 @@ class AutoLength(DraftLengths):
         self.costs = StepCosts(table)
 
     @property
+    def brief(self) -> str:
+        return f"{self.k} draft tokens" if self.k else "drafting off"
+
+    @property
     def confidence(self) -> Confidence | None:
         """Up to which confidence tokens are wanted; None: all that were asked for."""
         if self._quality not in ("explicit", "both") or not self.k:
             return None
         plain = self._quality == "explicit"
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
-        return Confidence(self._worth, tuple(rates))
+        return Confidence(self._row, self._worth, tuple(rates))
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
-        return [self._length(seq, k) if seq.request.k is None else seq.request.k for seq in seqs]
+        return [self._length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
@@ -177,13 +182,23 @@ class AutoLength(DraftLengths):
             self._grows_trees = True
             self._trees.observe(len(draft.tokens[i]), accepted)
 
-    def _length(self, seq: Sequence, k: int) -> int:
-        """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier."""
+    def _length(self, seq: Sequence, k: int, batch: int) -> int:
+        """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
+
+        The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k.
+        """
         if not k or not self._worth or self._grows_trees or self._quality == "off":
             return k
+        reach = self._reach(seq, k)
+        return min(reach, k + max(0, reach - k) // batch)
+
+    def _reach(self, seq: Sequence, k: int) -> int:
+        """How long this sequence's draft may be, were it alone."""
         if self._quality == "explicit":
             return self._max_k if self._confident else k
-        likely = sum(alive >= self._worth for alive in self.acceptance.survival(seq, self._max_k))
+        survival = self.acceptance.survival(seq, self._max_k)
+        paid = sum(alive >= self._row for alive in survival[:k])  # of passes that the drafter makes anyway
+        likely = paid + sum(alive >= self._worth for alive in survival[k:])
         return min(self._max_k, 2 * likely + 1) if self._confident else likely
 
     def _decide(self, seqs: list[Sequence]) -> int:
@@ -225,7 +240,7 @@ class AutoLength(DraftLengths):
         survivals = [self.acceptance.survival(seq, self._max_k) for seq in seqs]
         rates = {k: (batch + self._gain(survivals, k)) / self.costs.of(batch, k) for k in self.lengths}
         best = max(rates, key=rates.__getitem__)
-        self._worth = self._node_cost(batch, best, rates[best])
+        self._price(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
         return best, rates[best], rates.get(self.k, rates[0])
 
@@ -235,14 +250,18 @@ class AutoLength(DraftLengths):
             return len(survivals) * self._trees.of(k)
         return sum(sum(survival[:k]) for survival in survivals)
 
-    def _node_cost(self, batch: int, k: int, rate: float) -> float:
-        """What one more draft token costs, in tokens that could have been written meanwhile."""
+    def _price(self, batch: int, k: int, rate: float) -> None:
+        """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""
         table = self.costs.table
         if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
-            return 0.0
-        more = self.costs.of(batch, k, batch * (k + 1) + batch) - self.costs.of(batch, k)
+            self._row = self._worth = 0.0
+            return
+        rows = batch * (k + 1)  # over twice as many, for single measurements may be off; no more than k cost on average
+        more = (self.costs.of(batch, k, 2 * rows) - self.costs.of(batch, k)) / rows
+        more = min(more, (self.costs.of(batch, k) - self.costs.of(batch, 0)) / (batch * k))
         drafting = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k) if table.draft.points else 0.0
-        return max(0.02, min(0.9, rate * (more + drafting) / batch))
+        self._row = max(0.01, min(0.8, rate * more))
+        self._worth = max(0.02, min(0.9, rate * (more + drafting / batch)))
 
     def _why(self, batch: int, best: int, rates: dict[int, float]) -> str:
         if best:

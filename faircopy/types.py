@@ -236,7 +236,8 @@ class Sequence:
 class Confidence(NamedTuple):
     """How sure a drafter must be of a path of tokens."""
 
-    least: float  # a path less likely than this is not wanted
+    least: float  # a path less likely than this is not worth verifying
+    more: float  # one less likely than this is not worth another pass of the drafter
     rates: tuple[float, ...]  # how often tokens are accepted, by the drafter's confidence from 0 to 1 in equal bins
 
     def extended(self, path: float, confidence: float) -> float:

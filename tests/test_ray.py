@@ -24,7 +24,7 @@ from faircopy.testing import ByteTokenizer, TableModel
 
 HERE = "http://127.0.0.1:8571"
 COMPLETIONS = f"{HERE}/v1/completions"
-ENGINE: dict[str, Any] = {"memory": "32MiB", "dtype": "float32", "threads": 1, "max_batch": 16}
+ENGINE: dict[str, Any] = {"cache_memory": "32MiB", "dtype": "float32", "threads": 1, "max_batch": 16}
 
 
 def test_a_prompt_goes_where_its_beginning_is_unless_that_replica_is_busier() -> None:
@@ -50,7 +50,7 @@ def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     from faircopy.ray.deployment import Replica
     from faircopy.server.settings import ServerConfig
 
-    replica = Replica(lambda: LLM(TableModel(), tokenizer=ByteTokenizer(), memory="1MiB"), ServerConfig())
+    replica = Replica(lambda: LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB"), ServerConfig())
 
     async def run() -> None:
         replica.check_health()

@@ -30,7 +30,7 @@ TOOL = {
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Running]]:
     """One without drafts, one with."""
-    options: dict[str, Any] = {"drafter_per_request": True, "memory": "6MiB", "dtype": "float32", "threads": 1}
+    options: dict[str, Any] = {"drafter_per_request": True, "cache_memory": "6MiB", "dtype": "float32", "threads": 1}
     with (
         serving(LLM(bundled.target(), max_batch=2, **options)) as one,
         serving(LLM(bundled.target(), bundled.draft(), max_batch=6, **options)) as other,
@@ -159,7 +159,7 @@ def test_an_application_is_called_without_a_network() -> None:
     from faircopy.server.app import create_app
     from faircopy.server.settings import ServerConfig
 
-    llm = LLM(TableModel(256, 4096), tokenizer=ByteTokenizer(), memory="64MiB")
+    llm = LLM(TableModel(256, 4096), tokenizer=ByteTokenizer(), cache_memory="64MiB")
     app = create_app(llm, ServerConfig(api_keys=("key",)))
     body = json.dumps({"prompt": "abc", "max_tokens": 3000, "ignore_eos": True, "stream": True}).encode()
     plain = [(b"content-type", b"application/json")]

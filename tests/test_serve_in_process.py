@@ -18,7 +18,7 @@ from benchmarks.serve_in_process import measured
 from faircopy import LLM, SamplingParams
 from faircopy.testing import ByteTokenizer, TableModel
 
-llm = LLM(TableModel(256, 512), "ngram", tokenizer=ByteTokenizer(), memory="8MiB", drafter_per_request=True)
+llm = LLM(TableModel(256, 512), "ngram", tokenizer=ByteTokenizer(), cache_memory="8MiB", drafter_per_request=True)
 found = measured(llm, [[n, 2, 3] for n in range(1, 6)], [SamplingParams(max_tokens=40)] * 5, 2)
 assert found["identical"] == found["of"] == 10, found
 assert found["share_of_generate"] > 0 and found["first_ms_most"] > 0

@@ -85,7 +85,7 @@ def table(context: int = 4096, **options: Any) -> LLM:
 def worded_table() -> LLM:
     """A model that costs nothing, with a tokenizer that grammars can read."""
     tokenizer = load_tokenizer(bundled.target())
-    return LLM(TableModel(len(tokenizer), 512), tokenizer=tokenizer, drafter_per_request=True, memory="64MiB")
+    return LLM(TableModel(len(tokenizer), 512), tokenizer=tokenizer, drafter_per_request=True, cache_memory="64MiB")
 
 
 def slow(llm: LLM, seconds: float = 0.02) -> LLM:

@@ -23,13 +23,13 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def first() -> LLM:
     """Plain, and alone in its batch."""
-    return LLM(bundled.target(), memory="8MiB", dtype="float32", threads=1, max_batch=1)
+    return LLM(bundled.target(), cache_memory="8MiB", dtype="float32", threads=1, max_batch=1)
 
 
 @pytest.fixture(scope="module")
 def second() -> LLM:
     """With drafts, and with so few pages that sequences are preempted."""
-    return LLM(bundled.target(), bundled.draft(), memory="2MiB", dtype="float32", threads=1, max_batch=8)
+    return LLM(bundled.target(), bundled.draft(), cache_memory="2MiB", dtype="float32", threads=1, max_batch=8)
 
 
 def run(llm: LLM, requests: list[Request]) -> list[Sequence]:

@@ -69,12 +69,10 @@ class ModelDrafter(Drafter):
         """
         assert draft.confidence is not None, "confidence is asked for"
         paths[seq] = asked.extended(paths[seq], draft.confidence[i][-1])
-        if paths[seq] >= asked.least:
-            return True
-        if not self._sampled:
+        if paths[seq] < asked.least and not self._sampled:
             draft.tokens[i].pop()
             draft.confidence[i].pop()
-        return False
+        return paths[seq] >= asked.more
 
     def read(self, batch: Batch) -> Draft:
         """Read what is new and draft nothing: the host need not wait for a token.
