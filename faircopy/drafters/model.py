@@ -72,6 +72,7 @@ class ModelDrafter(Drafter):
         if paths[seq] < asked.least and not self._sampled:
             draft.tokens[i].pop()
             draft.confidence[i].pop()
+            return False
         return paths[seq] >= asked.more
 
     def read(self, batch: Batch) -> Draft:
