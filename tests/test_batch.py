@@ -130,7 +130,9 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])
-@pytest.mark.parametrize("content", [json.dumps(request("r0", prompt="x")), '{"custom_id": ["r0"]}', "notes of mine", "{"])
+@pytest.mark.parametrize(
+    "content", [json.dumps(request("r0", prompt="x")), '{"custom_id": ["r0"]}', "notes of mine", "{"]
+)
 def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, content: str, ending: str) -> None:
     """Also the file of requests itself: they are not taken for answers, and a last line without an end is not cut."""
     requests, other = write(tmp_path / "in.jsonl", [request("r0", prompt="x")]), tmp_path / "other"
