@@ -10,6 +10,7 @@ from typing import Any
 SMOOTHING = 0.02  # share of a new measurement in a factor
 NEAR = 3  # steps of a kind after which the level follows it
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
+SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
 
 
@@ -48,9 +49,9 @@ class CostTable:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
         fitting = [(size, nodes) for size, nodes in self.steps if size >= batch and nodes >= k]
         if fitting:
-            return self.steps[min(fitting)]
+            return max(SHORTEST, self.steps[min(fitting)])
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
-        return self.target(batch * (k + 1) if rows is None else rows) + drafting
+        return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -97,7 +98,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.setdefault((bucket(batch), k), _Cell())
         cell.count += 1
-        expected = self.table.step(batch, k, rows)
+        expected, seconds = self.table.step(batch, k, rows), max(SHORTEST, seconds)
         if self._level == 0.0:
             self._level = seconds / expected
         found = seconds / (expected * self._level)

@@ -68,7 +68,7 @@ class Engine:
             passes.warm()
         if self.captured is not None:
             self.captured.warm(self.draft_lengths.lengths)
-        if made:
+        if self.target.passes is not None:
             self.draft_lengths.use(self.costs)
 
     @property

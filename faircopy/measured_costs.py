@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
@@ -20,9 +23,9 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps."""
     if target.device.type != "cpu":
         return None
-    kept = _KEPT.get(_key(target, draft))
+    kept = _table(_KEPT.get(_key(target, draft)))
     if kept is not None:
-        return CostTable.of_json(kept["table"])
+        return kept
     most = config.max_batch * (config.k + 1)
     with doing(f"{target.name}: measuring what passes cost"):
         small = Curve() if draft is None or isinstance(draft, Head) else pass_curve(draft, most, DRAFT_TRIAL)
@@ -43,8 +46,17 @@ def keep_costs(target: Model, draft: Model | Head | None, table: CostTable) -> N
 def kept_costs(name: str) -> list[tuple[str, CostTable]]:
     """The tables of a checkpoint, each with what it was measured with."""
     checkpoint = _checkpoint(name)
-    found = [kept for kept in _KEPT.values() if checkpoint is not None and kept.get("checkpoint") == checkpoint]
-    return [(kept["about"], CostTable.of_json(kept["table"])) for kept in found]
+    dicts = [kept for kept in _KEPT.values() if isinstance(kept, dict) and checkpoint is not None]
+    found = [(str(kept.get("about")), _table(kept)) for kept in dicts if kept.get("checkpoint") == checkpoint]
+    return [(about, table) for about, table in found if table is not None]
+
+
+def _table(kept: Any) -> CostTable | None:
+    """A table as it was kept; None: there is none, or the file was damaged, and it is measured again."""
+    with suppress(KeyError, TypeError, ValueError):
+        table = CostTable.of_json(kept["table"])
+        return table if table.target.points else None
+    return None
 
 
 def _key(target: Model, draft: Model | Head | None) -> str:

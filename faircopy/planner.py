@@ -217,7 +217,7 @@ class AutoLength(DraftLengths):
             self.k, self._held = best, 0
         if self.k == 0 and self._since_probe > PROBE:
             self.k, self._held, self._since_probe = min(FIRST, self._max_k), HOLD - TRIAL, 0
-            self._worth = 0.0
+            self._row = self._worth = 0.0
             self.reason = "drafting is off; trying again whether it pays"
         return self.k
 
@@ -229,7 +229,8 @@ class AutoLength(DraftLengths):
             (first, TRIAL, f"trying {first} draft tokens"),
         ):
             if self.costs.tried(batch, k) < steps:
-                self.k, self._held, self._worth = k, 0, 0.0
+                self.k, self._held = k, 0
+                self._row = self._worth = 0.0
                 self.reason = f"{reason} at batch {batch}"
                 return True
         return False

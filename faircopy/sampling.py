@@ -47,7 +47,7 @@ class SamplingRow:
 def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list[int]:
     """One token per row [R, V]: the best, or the best after seeded Gumbel noise. Ties go to the lowest id.
 
-    BROKEN in a row with NaN or infinity. Minus infinity excludes a token, unless strict.
+    BROKEN in a row with NaN, infinity or no token left. Minus infinity excludes a token, unless strict.
     """
     adjusts = any(row.seq.adjusts for row in rows)
     scores = adjusted(logits, rows) if adjusts else logits
@@ -82,10 +82,9 @@ def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filte
 
 
 def not_finite(logits: Tensor, strict: bool) -> Tensor:
-    """Which rows have NaN, infinity, or with `strict` minus infinity."""
+    """Which rows have NaN, infinity, or nothing but minus infinity; with `strict` any minus infinity."""
     least, most = logits.aminmax(dim=-1)
-    sound = most < torch.inf
-    return ~(sound & (least > -torch.inf)) if strict else ~sound
+    return ~(most.isfinite() & least.isfinite()) if strict else ~most.isfinite()
 
 
 def choice_bytes(rows: int, vocab: int, dtype: torch.dtype, sampled: bool = True) -> int:

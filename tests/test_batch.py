@@ -127,3 +127,19 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").write_text(line + "\n")
         with pytest.raises(ConfigError, match=r"out\.jsonl:1"):
             BatchFile(requests, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+@pytest.mark.parametrize(
+    "content", [json.dumps(request("r0", prompt="x")), '{"custom_id": ["r0"]}', "notes of mine", "{"]
+)
+def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, content: str, ending: str) -> None:
+    """Also the file of requests itself: they are not taken for answers, and a last line without an end is not cut."""
+    requests, other = write(tmp_path / "in.jsonl", [request("r0", prompt="x")]), tmp_path / "other"
+    other.write_text(content + ending)
+    if (content, ending) == ("{", ""):
+        assert BatchFile(requests, other).answered == 0 and other.read_text() == ""  # the beginning of an answer
+        return
+    with pytest.raises(ConfigError, match="not an answer of a batch"):
+        BatchFile(requests, other)
+    assert other.read_text() == content + ending

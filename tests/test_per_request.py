@@ -11,9 +11,11 @@ import torch
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.testing import ScriptedDrafter, SpyDrafter, TableModel
-from faircopy.types import Draft, Request, SamplingParams, Sequence
+from faircopy.types import Batch, Confidence, Draft, Request, SamplingParams, Sequence
 
 VOCAB = 64
 PROMPTS = [(1, 2, 3), (9, 8, 7, 6), (20,), (5, 5, 5)]
@@ -111,3 +113,27 @@ def test_forbidden_nodes_are_not_verified() -> None:
     for draft, proposed in zip(seen, spy.proposed, strict=True):
         assert all(len(kept) <= len(given) for kept, given in zip(draft.tokens, proposed.tokens, strict=True))
     assert seq.drafted == sum(len(tokens) for draft in seen for tokens in draft.tokens)
+
+
+class Unsure(Drafter):
+    """Drafts the last token again, and says how sure it is."""
+
+    def __init__(self) -> None:
+        self.asked: list[Confidence | None] = []
+
+    def propose(self, batch: Batch) -> Draft:
+        self.asked.append(batch.confidence)
+        tokens = [[seq.tokens[-1]][:most] for seq, most in zip(batch.seqs, batch.max_nodes, strict=True)]
+        return Draft.chains(tokens, confidence=[[0.3] * len(chain) for chain in tokens])
+
+
+def test_the_engines_drafter_is_asked_how_sure_it_is() -> None:
+    """k="auto" uses it in a server too, whose requests may name a drafter."""
+    own, asked = (
+        Unsure(),
+        [Sequence(n, Request((1, 2), drafter=name), [1, 2]) for n, name in enumerate((None, "ngram"))],
+    )
+    wrapped = PerRequestDrafter(own, {"ngram": NgramDrafter()}, VOCAB)
+    wanted = Confidence(0.1, 0.2, (0.1, 0.9))
+    draft = wrapped.propose(Batch(asked, [2, 2], [2, 2], wanted))
+    assert own.asked == [wanted] and draft.confidence == [[0.3], []]

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import pytest
+import torch
 
-from faircopy import LLM, ConfigError, SamplingParams, bundled
+from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
+from faircopy.build import build_engine
+from faircopy.cache import KeptTable
+from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
+from faircopy.draft_length import DraftLengths
+from faircopy.model.loader import load_model
 from faircopy.planner import Acceptance, AutoLength
-from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+from faircopy.testing import TableModel
+from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+from tests.helpers import assert_same, random_prompts, references, requests_of, run
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -137,3 +148,60 @@ def test_texts_do_not_depend_on_it() -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="k"):
         LLM(bundled.target(), bundled.draft(), k="many")
+
+
+@pytest.mark.parametrize("taken", [0.0, 1e12])
+@pytest.mark.parametrize("most", [0, 1, 8])
+def test_absurd_times_break_nothing(taken: float, most: int) -> None:
+    for table in (None, CostTable(Curve(((1, 0.0),)), steps={(4, 0): 0.0}), CostTable(Curve(((1, 1e30), (2, 1e300))))):
+        tokens, _, chosen = simulate(AutoLength(most, table=table), 0.7, lambda batch, k: taken, batch=9)
+        assert tokens >= 9 * 400 and max(chosen) <= most
+
+
+def test_damaged_tables_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+    model, config = load_model(bundled.draft(), torch.float32, torch.device("cpu")), EngineConfig(max_batch=1, k=1)
+    assert measured_costs.cost_table(model, None, config)
+    (key, kept), file = json.loads((tmp_path / "costs.json").read_text()).popitem(), tmp_path / "costs.json"
+    no_points = {**kept, "table": {**kept["table"], "target": []}}
+    for damaged in (5, [], {}, {**kept, "table": None}, {**kept, "table": {"target": "x"}}, no_points):
+        file.write_text(json.dumps({key: damaged}))
+        assert measured_costs.kept_costs(str(bundled.draft())) == []
+        monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+        table = measured_costs.cost_table(model, None, config)
+        assert table is not None and table.target.points
+        assert [found for _, found in measured_costs.kept_costs(str(bundled.draft()))] == [table]
+
+
+class Picky(DraftLengths):
+    """Three draft tokens, of which hardly any is worth a row; another pass of the drafter always is."""
+
+    @property
+    def confidence(self) -> Confidence:
+        return Confidence(0.9, 0.0, tuple((n + 0.5) / 10 for n in range(10)))
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [3] * len(seqs)
+
+
+def test_a_draft_ends_where_a_token_was_taken_back() -> None:
+    model = TableModel()
+    prompts, params = random_prompts(5, model.vocab), [SamplingParams(max_tokens=20)] * 5
+    config = EngineConfig(cache_memory="4MiB")
+    engine = build_engine(model, draft=TableModel(seed=1), config=config, draft_lengths=Picky())
+    seqs = run(engine, requests_of(prompts, params, [0] * 5))
+    assert_same(seqs, references(model, prompts, params, [0] * 5))
+
+
+def test_a_trial_drafts_all_it_asks_for() -> None:
+    """Whatever tokens cost before: what they bring is to be found out."""
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False))
+    simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, batch=2)
+    assert chooser.k and chooser.confidence is not None and chooser.confidence.least > 0
+    asked = set()
+    for _ in range(40):  # a batch whose steps have not been measured
+        simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, steps=1, batch=16)
+        if chooser.reason.startswith("trying") and chooser.confidence is not None:
+            asked.add(chooser.confidence[:2])
+    assert asked == {(0.0, 0.0)}

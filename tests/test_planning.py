@@ -428,6 +428,8 @@ def test_plan_prints_tables_and_json(
     code, _, error = run_command(capsys, monkeypatch, *ask, "--memory", "12GiB")
     assert code == 2
     assert "--memory = '12GiB': below the" in error and "pass at least" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--dtype", "int3")
+    assert code == 2 and "--dtype = 'int3'" in error
 
 
 def test_plan_knows_heads_by_their_folders() -> None:

@@ -584,3 +584,38 @@ def test_draft_lengths_may_change_between_captured_steps(pair, plain, drafter: s
         starts = count_starts(engine)
         assert finish(engine, ask(engine, params)) == plain[repr(params)]
         assert len(starts) > 4 and (not warm or engine.captured.captured_sizes == known)
+
+
+class EverySecond(DraftLengths):
+    """No drafts for every second sequence, though none asked for that."""
+
+    lengths = (0, 3)
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [3 * (seq.id % 2) for seq in seqs]
+
+
+def test_a_sequence_without_drafts_does_not_keep_the_others_eager(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """A draft model reads it too, or captured steps with drafts would wait for it until it ends."""
+    engine = build(pair, "model", k=3, max_batch=5, draft_lengths=EverySecond())
+    starts = count_starts(engine)
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    assert len(starts) >= engine.meter.steps - 2
+
+
+def test_costs_of_a_target_whose_passes_are_no_graphs_are_learned(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    """The draft model's passes alone are timed when warming up: that is no table of costs."""
+    engine = build(pair, "model", k=3, auto=True)
+    engine.target.passes, engine.captured, engine.scheduler._capture = None, None, None
+    engine.warm_up()
+    assert engine.drafter.passes.times
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_measured_lengths_in_captured_steps(pair, plain, drafter: str) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, drafter, k=3, auto=True)
+    engine.warm_up()
+    known = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
+    assert engine.captured.captured_sizes == known

@@ -24,9 +24,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 
-from faircopy import LLM, SamplingParams, bundled
+from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.model.loader import load_tokenizer
 from faircopy.server.settings import ServerConfig
+from faircopy.terminal.serve import check_port
 from faircopy.testing import ByteTokenizer, TableModel
 from tests.server_helpers import Running, serving
 
@@ -756,3 +757,9 @@ def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest
     for span, tokens in zip(spans.get_finished_spans(), (3, 5), strict=True):
         assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == tokens
         assert "secret" not in span.to_json()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_there_is_none_of_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        check_port("127.0.0.1", port)

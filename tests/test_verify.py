@@ -213,3 +213,14 @@ def test_only_wanted_rows_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> Non
     drafter = scripted([prompt], expected, lambda seq, max_nodes: (max_nodes, max_nodes), model.vocab)
     run(engine_of(model, drafter, k=2, chunk=12), [Request(tuple(prompt), SamplingParams(max_tokens=6))])
     assert seen == [0, 3, 3]
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+def test_a_draft_model_without_a_single_sound_logit_drafts_nothing(verifier: str, number: float) -> None:
+    small = TableModel(32, seed=1)
+    small.forward = lambda packed, cache: torch.full((len(packed.wanted), 32), number)  # type: ignore[method-assign]
+    engine = engine_of(TableModel(32), draft=small, verifier=verifier, k=3)
+    params = [SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.0, top_p=0.8)]
+    seqs = run(engine, [Request((1, 2), one, n) for n, one in enumerate(params)])
+    assert [len(seq.output) for seq in seqs] == [9, 9] and engine.meter.drafted == 0

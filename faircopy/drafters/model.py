@@ -72,11 +72,15 @@ class ModelDrafter(Drafter):
         if paths[seq] < asked.least and not self._sampled:
             draft.tokens[i].pop()
             draft.confidence[i].pop()
+            return False
         return paths[seq] >= asked.more
 
     def read(self, batch: Batch) -> Draft:
-        """Read what is new and draft nothing: the host need not wait for a token."""
-        self._fed = self._readable(batch)
+        """Read what is new and draft nothing: the host need not wait for a token.
+
+        A sequence that gets no draft is read too: a captured step with drafts waits until all have been.
+        """
+        self._fed = self._readable(batch, undrafted=any(batch.max_nodes))
         if self._fed.seqs:
             self._runner.forward(self._fed, Draft.empty(len(self._fed)))
         return Draft.empty(len(batch))
@@ -103,11 +107,14 @@ class ModelDrafter(Drafter):
         """Whether it drafts nothing for this sequence, now or later."""
         return seq in self._mute or seq.request.k == 0
 
-    def _readable(self, batch: Batch) -> Batch:
-        """What of the batch this model reads now: a chunk at a time, and nothing beyond its vocabulary or context."""
+    def _readable(self, batch: Batch, undrafted: bool = False) -> Batch:
+        """What of the batch this model reads now: a chunk at a time, and nothing beyond its vocabulary or context.
+
+        undrafted: also of sequences that are fed to their end and get no draft now.
+        """
         part = Batch([], [], [])
         for seq, upto, max_nodes in zip(batch.seqs, batch.upto, batch.max_nodes, strict=True):
-            idle = seq.request.k == 0 or (max_nodes == 0 and upto == len(seq.tokens))
+            idle = seq.request.k == 0 or (max_nodes == 0 and upto == len(seq.tokens) and not undrafted)
             if idle or seq in self._mute:
                 continue
             cached = self._runner.layout.cached(seq)

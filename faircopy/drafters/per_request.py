@@ -107,13 +107,14 @@ class PerRequestDrafter(Drafter):
             [[*mine, *theirs] for mine, theirs in zip(draft.tokens, more.tokens, strict=True)],
             [[*mine, *theirs] for mine, theirs in zip(draft.parents, more.parents, strict=True)],
             sources,
+            draft.confidence,
         )
 
 
 def _only(batch: Batch, owners: list[Drafter], drafter: Drafter) -> Batch:
     """The same batch, with no draft nodes for the sequences of other drafters."""
     nodes = [n if owner is drafter else 0 for n, owner in zip(batch.max_nodes, owners, strict=True)]
-    return Batch(batch.seqs, batch.upto, nodes)
+    return Batch(batch.seqs, batch.upto, nodes, batch.confidence)
 
 
 def drafter_names(drafter: Drafter) -> list[str]:

@@ -12,6 +12,7 @@ from faircopy.files import append_line, replaceable
 
 Json = dict[str, Any]
 URLS = ("/v1/completions", "/v1/chat/completions")
+BEGIN = b'{"id": "batch_req_'  # of every answer
 
 
 class BatchFile:
@@ -74,6 +75,8 @@ class BatchFile:
         whole = 0  # bytes of lines that end
         with self._answers.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if line[: len(BEGIN)] != BEGIN[: len(line)]:
+                    raise self._no_answer(number)
                 if line.endswith(b"\n"):
                     whole += len(line)
                     found.add(self._answer_id(line, number))
@@ -83,16 +86,19 @@ class BatchFile:
         return found
 
     def _answer_id(self, line: bytes, number: int) -> str:
-        place = f"{self._answers}:{number}"
         try:
-            name = json.loads(line)["custom_id"]
+            name = str(json.loads(line)["custom_id"])
         except (ValueError, TypeError, KeyError):
-            problem, remedy = "not an answer of a batch", "remove the line, or pass another file"
-            raise ConfigError("--out", place, problem, remedy) from None
+            raise self._no_answer(number) from None
         if name not in self._ids:
-            problem = f"answers {name!r}, which is not in {self._requests}"
+            place, problem = f"{self._answers}:{number}", f"answers {name!r}, which is not in {self._requests}"
             raise ConfigError("--out", place, problem, "pass the same requests, or another file")
-        return str(name)
+        return name
+
+    def _no_answer(self, number: int) -> ConfigError:
+        """Nothing of a file that holds anything else may be cut off or taken for an answer."""
+        place, remedy = f"{self._answers}:{number}", "remove the line, or pass another file"
+        return ConfigError("--out", place, "not an answer of a batch", remedy)
 
 
 def read_request(text: str, place: str) -> Json:

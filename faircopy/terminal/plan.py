@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from faircopy.config import DTYPES, GPU_RESERVE, EngineConfig, parse_bytes
+from faircopy.config import GPU_RESERVE, EngineConfig, parse_bytes
 from faircopy.costs import CostTable
 from faircopy.measured_costs import kept_costs
 from faircopy.model.shape import shape_of_checkpoint
@@ -45,7 +45,7 @@ class Wish:
 def plan_for(wish: Wish) -> Plan:
     """The plan for a wish; an impossible budget is refused with the smallest that works."""
     device = named_device(wish.gpu)
-    place, kind = device.torch_device, DTYPES.get(wish.dtype)
+    place, kind = device.torch_device, EngineConfig(device="cpu", dtype=wish.dtype).torch_dtype()
     shape = shape_of_checkpoint(wish.target, kind, place)
     drafts = [shape_of_draft(draft, shape.dtype, place) for draft in wish.drafts]
     base = Setup(

@@ -33,7 +33,7 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     if log_format not in logs.FORMATS:
         raise ConfigError("log_format", log_format, "unknown", f"use one of {', '.join(logs.FORMATS)}")
     config = ServerConfig(api_keys=read_keys(api_keys), **options)
-    _check_port(config.host, config.port)
+    check_port(config.host, config.port)
     logs.set_up(log_format, log_level)
     llm.warm_up()
     make_server(llm, config).run()
@@ -49,7 +49,7 @@ def serve_replicas(
     from faircopy.server.settings import ServerConfig, read_keys
 
     config = ServerConfig(api_keys=read_keys(api_keys), **options)
-    _check_port(config.host, config.port)
+    check_port(config.host, config.port)
     run(make, config, Fleet(**fleet), most_requests)
 
 
@@ -71,14 +71,12 @@ def require_ray() -> None:
         raise ConfigError("ray", error.name, "not installed", "pip install 'faircopy[ray]'") from error
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
     """Refuse an address that cannot be had before the server says that it starts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                "port", f"{host}:{port}", f"cannot be used ({error.strerror})", "choose another"
-            ) from error
+        except (OSError, OverflowError) as error:
+            raise ConfigError("port", f"{host}:{port}", f"cannot be used ({error})", "choose another") from error
