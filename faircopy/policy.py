@@ -7,6 +7,7 @@ from typing import Protocol
 
 from faircopy.types import Sequence
 
+PATIENCE = 16  # choices for which new sequences are held back at most
 Cached = Callable[[Sequence], int]  # how many of a sequence's tokens have keys
 
 
@@ -25,12 +26,16 @@ class FirstCome:
     def __init__(self, batch: int, together: int = 1) -> None:
         """together: while more wait than there are places, new ones join when this many places are free."""
         self._batch, self._together = batch, together
+        self._held = 0  # choices since new ones were held back
         self.grouped = 0
 
     def choose(self, running: list[Sequence], waiting: list[Sequence], cached: Cached) -> list[Sequence]:
         free = max(0, self._batch - len(running))
         if len(waiting) > free < self._together and not any(reading(seq, cached) for seq in running):
-            free = 0
+            self._held += free > 0
+            free = 0 if self._held <= PATIENCE else free
+        if free:
+            self._held = 0
         return [*_oldest_first(running), *waiting[:free]]
 
 
