@@ -104,7 +104,7 @@ def written(file: Path) -> list[dict[str, object]]:
 
 def test_an_existing_file_is_refused_resumed_or_replaced(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "a.jsonl"
-    ask = ("generate", "Tom", "The dog", "A frog", "--max-tokens", "3", "--seed", "1", "--out", str(out))
+    ask = ("generate", "Tom", "The dog", "A frog", "--k", "4", "--max-tokens", "3", "--seed", "1", "--out", str(out))
     assert call(*ask)[0] == 0
     complete, lines = written(out), out.read_text().splitlines(keepends=True)
     code, _, err = call(*ask)
