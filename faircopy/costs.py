@@ -27,10 +27,8 @@ class Curve:
         at = bisect_left(sizes, rows)
         if at < len(sizes) and (self.stepped or sizes[at] == rows or at == 0):
             return self.points[at][1]
-        (low, first), (high, last) = (
-            self.points[max(0, at - 1 - (at == len(sizes)))],
-            self.points[min(at, len(sizes) - 1)],
-        )
+        above = min(at, len(sizes) - 1)
+        (low, first), (high, last) = self.points[max(0, above - 1)], self.points[above]
         if high == low:
             return last * rows / high
         return first + max(0.0, last - first) * (rows - low) / (high - low)

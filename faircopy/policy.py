@@ -7,7 +7,7 @@ from typing import Protocol
 
 from faircopy.types import Sequence
 
-PATIENCE = 16  # choices for which new sequences are held back at most
+MOST_HELD = 16  # choices for which new sequences are held back at most
 Cached = Callable[[Sequence], int]  # how many of a sequence's tokens have keys
 
 
@@ -33,7 +33,7 @@ class FirstCome:
         free = max(0, self._batch - len(running))
         if len(waiting) > free < self._together and not any(reading(seq, cached) for seq in running):
             self._held += free > 0
-            free = 0 if self._held <= PATIENCE else free
+            free = 0 if self._held <= MOST_HELD else free
         if free:
             self._held = 0
         return [*_oldest_first(running), *waiting[:free]]

@@ -56,7 +56,7 @@ def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list
         chosen: Tensor = _choose(scores.float(), rows)
     else:  # captured steps choose with it too, and both must draw the same noise to the bit
         chosen = kernel.pick_rows(scores, *_drawing(rows), strict=strict and not adjusts)
-        if not (strict and adjusts):
+        if strict and not adjusts:  # the kernel has found broken rows itself
             return chosen.tolist()
     return torch.where(not_finite(logits, strict), BROKEN, chosen).tolist()
 

@@ -10,7 +10,7 @@ from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.draft_length import DraftLengths
 from faircopy.drafters.ngram import NgramDrafter
-from faircopy.policy import PATIENCE, FirstCome
+from faircopy.policy import MOST_HELD, FirstCome
 from faircopy.testing import TableModel
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of
@@ -92,7 +92,7 @@ def test_a_full_queue_joins_in_groups() -> None:
         return len(seq.tokens) - 1
 
     assert len(policy.choose([], seqs, decoding)) == 8
-    assert [len(policy.choose(seqs[:7], seqs[8:], decoding)) for _ in range(PATIENCE + 1)] == [7] * PATIENCE + [8]
+    assert [len(policy.choose(seqs[:7], seqs[8:], decoding)) for _ in range(MOST_HELD + 1)] == [7] * MOST_HELD + [8]
     assert len(policy.choose(seqs[:7], seqs[8:], decoding)) == 7
     assert len(policy.choose(seqs[:6], seqs[8:], decoding)) == 8
     assert len(policy.choose(seqs[:7], seqs[8:9], decoding)) == 8
