@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import TINY, Session, say, synchronize
+from benchmarks.gpu import TINY, Session, first_launches, say, synchronize
 from benchmarks.heads_wide import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
@@ -187,7 +187,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             return
         llm = trial.llm(drafter, k, **options)
         for batch, (prompts, wanted) in queues.items():
-            before = llm.metrics()
+            before, known = llm.metrics(), len(first_launches())
             rate, found = trial.rate(llm, prompts, wanted, batch)
             if drafter is None:
                 plain[batch] = rate, found
@@ -198,6 +198,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
                 "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
                 "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
+                "first_launches": first_launches()[known:],
                 "why": llm.explain()["draft_length"],
             }  # fmt: skip
         del llm

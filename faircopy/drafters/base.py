@@ -45,6 +45,9 @@ class Drafter(ABC):
     def forget(self, seq: Sequence) -> None:  # noqa: B027
         """The sequence finished or was preempted."""
 
+    def rehearse(self) -> None:  # noqa: B027
+        """Make the launches of eager steps once, for kernels that are compiled ahead; nothing is kept."""
+
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         """The same drafter inside captured steps of up to num_slots sequences; None: it is asked by the host."""
         return None
