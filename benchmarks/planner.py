@@ -10,8 +10,8 @@ plain decoding wrote, and wrong tokens from the middle of each text on. "head" i
 widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
-"own": measured on this machine for the bundled pair), with 3 % of noise: real drafts and texts, the chooser's decisions
-and their outcome on that device, on any machine and however busy it is.
+"own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
+chooser's decisions and their outcome on that device, on any machine and however busy it is.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def captured(table: CostTable, lengths: Iterable[int]) -> CostTable:
     return replace(table, steps={(size, k): table.step(size, k) for size in BUCKETS for k in {0, *lengths}})
 
 
-def read_costs(name: str, llm: LLM) -> CostTable:
+def read_costs(name: str, llm: LLM, pair: str) -> CostTable:
     if name != "own":
         return CostTable.of_json(json.loads(Path(name).read_text())["rows"][0])
-    target, small = load_target(bundled.target(), llm.config), load_target(bundled.draft(), llm.config)
-    table = cost_table(target, small, llm.config)
+    small = load_target(bundled.draft(), llm.config) if pair == "bundled" else None
+    table = cost_table(llm.model, small, llm.config)
     assert table is not None, "a CPU's costs are measured"
     return table
 
@@ -154,7 +154,7 @@ class Trial:
         if self.cuda:
             made.warm_up()
         if self._args.costs:
-            table = read_costs(self._args.costs, made)
+            table = read_costs(self._args.costs, made, self._args.pair)
             self._table = table if drafter == "model" else replace(table, draft=Curve())
             if k == "auto":
                 made.engine.draft_lengths.use(captured(self._table, made.engine.draft_lengths.lengths))
@@ -208,7 +208,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             base, texts = plain[batch]
             steps = llm.metrics()["sequence_steps"] - before["sequence_steps"]
             yield {
-                **({"task": args.task} if args.task else {}), "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
+                **({"task": args.task} if args.task else {}),
+                "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
                 "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
                 "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
                 "first_launches": first_launches()[known:],

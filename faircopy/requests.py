@@ -27,12 +27,12 @@ def _decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
         return lambda tokens: ""
     from transformers import PreTrainedTokenizerFast
 
-    backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
-    stock = backend is not None and all(
+    kind = type(tokenizer)
+    stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
     )
     if stock and not tokenizer.clean_up_tokenization_spaces:
-        return partial(backend.decode, skip_special_tokens=True)
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
