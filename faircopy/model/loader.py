@@ -307,6 +307,21 @@ def load_tokenizer(path: str) -> Any | None:
         raise CheckpointError("tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
 
 
+def text_decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
+    """Tokens to text without special tokens; straight from the backend where transformers adds nothing but checks."""
+    if tokenizer is None:
+        return lambda tokens: ""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    if stock and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
 def response_template(path: str, tokenizer: Any | None) -> dict[str, Any] | None:
     """How transformers' `parse_response` reads this model's answers: the tokenizer's own template, or the one that
     transformers' server has for the architecture; None if there is neither."""
