@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,6 +23,7 @@ from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
 from faircopy.kernels.memory import give_back_free_memory
+from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -33,6 +35,9 @@ from faircopy.model.loader import load_model, load_tokenizer, vocabulary_differe
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.parallel.launch import start_ranks
+from faircopy.parallel.model import ParallelModel
+from faircopy.parallel.shards import Load
 from faircopy.planner import AutoLength
 from faircopy.progress import doing
 from faircopy.scheduler import Scheduler
@@ -57,9 +62,9 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
 def _loaded_once(name: str, config: EngineConfig) -> Model:
     """On a CPU a checkpoint that another LLM has in use in the same way is not loaded again."""
     dtype, device = config.torch_dtype(), config.torch_device()
-    if device.type != "cpu":
+    if device.type != "cpu" or config.tensor_parallel > 1:
         return _loaded(name, config)
-    key = (file_states(name), dtype, config.exact, torch.get_num_threads())
+    key = (file_states(name), dtype, config.exact, config.k_groups, torch.get_num_threads())
     model = _IN_USE.get(key)
     if model is None:
         model = _IN_USE[key] = _loaded(name, config)
@@ -68,13 +73,22 @@ def _loaded_once(name: str, config: EngineConfig) -> Model:
 
 def _loaded(name: str, config: EngineConfig) -> Model:
     with doing(f"{name}: reading and packing weights"):
-        model = load_model(name, config.torch_dtype(), config.torch_device(), config.exact)
+        model = _read(name, config)
     with doing(f"{name}: testing that rows do not depend on their batch"):
         test_once(model, config.exact)
-    if isinstance(model, TransformersModel):
+    if isinstance(model, TransformersModel | ParallelModel):
         model.release_weights()
     give_back_free_memory()
     return model
+
+
+def _read(name: str, config: EngineConfig) -> Model:
+    """The whole model, or this rank's share of it in a group of ranks that are started now."""
+    dtype, device = config.torch_dtype(), config.torch_device()
+    if config.tensor_parallel > 1:
+        order = Load(name, dtype, config.exact, torch.get_num_threads())
+        return ParallelModel(start_ranks(config.tensor_parallel, device), order)
+    return load_model(name, dtype, device, config.exact, ranks=OneRank() if config.k_groups else None)
 
 
 _IN_USE: WeakValueDictionary[Any, Model] = WeakValueDictionary()
@@ -106,7 +120,7 @@ def load_draft(
         return NgramDrafter(config.lookup_min, config.lookup_max), None
     if isinstance(draft, str) and is_head(draft):
         return None, load_head(draft, target, config.draft_levels)
-    model = load_target(draft, config, "draft")
+    model = load_target(draft, replace(config, tensor_parallel=1, k_groups=False), "draft")
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
     difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
     if difference:

@@ -13,6 +13,7 @@ import torch
 from faircopy.errors import ConfigError
 
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
+RANKS = (1, 2, 4, 8)  # of tensor_parallel
 VERIFIERS = ("exact", "rejection")
 QUALITIES = ("both", "explicit", "implicit", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,6 +39,8 @@ class EngineConfig:
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
     step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
+    tensor_parallel: int = 1  # ranks, one per device, that share each layer of the target
+    k_groups: bool = False  # sums along K as ranks make them: the bits of any tensor_parallel, which switches it on
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
     planned_tokens: int | None = None  # of each of max_batch sequences, to fit into `memory`; None: one whole context
@@ -68,6 +71,7 @@ class EngineConfig:
         self._one_of("verifier", VERIFIERS)
         self._one_of("quality", QUALITIES)
         self._one_of("dtype", ("auto", *DTYPES))
+        self._check_parallel()
         for name in (
             "auto",
             "exact",
@@ -76,6 +80,7 @@ class EngineConfig:
             "pack_rows",
             "pool_sort",
             "drafter_per_request",
+            "k_groups",
             *(() if self.refill is None else ("refill",)),
         ):
             if not isinstance(getattr(self, name), bool):
@@ -92,6 +97,19 @@ class EngineConfig:
 
         self.torch_device()
         self._check_memory()
+
+    def _check_parallel(self) -> None:
+        if self.tensor_parallel not in RANKS or isinstance(self.tensor_parallel, bool):
+            problem, remedy = "not a number of ranks that shares the order of sums", f"use one of {RANKS}"
+            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, remedy)
+        if self.tensor_parallel == 1:
+            return
+        if self.strategy != "ragged":
+            problem = f"ranks share the cache of strategy 'ragged' alone, not of {self.strategy!r}"
+            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, "use strategy='ragged'")
+        if self.memory is not None:
+            problem = f"counts the memory of one device, and tensor_parallel = {self.tensor_parallel}"
+            raise ConfigError("memory", self.memory, problem, "limit keys and values with cache_memory=")
 
     def _check_memory(self) -> None:
         if self.memory is None:

@@ -61,7 +61,8 @@ def _table(kept: Any) -> CostTable | None:
 
 def _key(target: Model, draft: Model | Head | None) -> str:
     small = None if draft is None or isinstance(draft, Head) else _checkpoint(draft.name)
-    return f"{_checkpoint(target.name)} {small} {target.dtype} {device_kind(target.device)} {source_hash()}"
+    kind = f"{target.backend} {target.dtype} {device_kind(target.device)}"
+    return f"{_checkpoint(target.name)} {small} {kind} {source_hash()}"
 
 
 def _checkpoint(name: str) -> str | None:

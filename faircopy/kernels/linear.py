@@ -144,8 +144,8 @@ def _column_blocks(weight: Tensor, bias: Tensor | None) -> Product:
     """The same shape for every call, whatever M and N are."""
     outputs, missing = weight.shape[0], -weight.shape[0] % COLUMNS
     bias = weight.new_zeros(outputs) if bias is None else bias
-    weights, biases = F.pad(weight, (0, 0, 0, missing)).split(COLUMNS), F.pad(bias, (0, missing)).split(COLUMNS)
-    parts = [_blocks(*part) for part in zip(weights, biases, strict=True)]
+    wide, long = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing))
+    parts = [_blocks(wide[at : at + COLUMNS], long[at : at + COLUMNS]) for at in range(0, outputs, COLUMNS)]
     return lambda x: torch.cat([run(x) for run in parts], 1)[:, :outputs]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.cpu.product import PackedWeight, fits
-from faircopy.kernels.linear import Product, product
+from faircopy.kernels.linear import Product, RowParallel, column_product, product
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rotate
 from faircopy.layout.base import Cache, Packed
@@ -17,13 +19,14 @@ from faircopy.model.weights import LayerWeights, Products, Source, Weights
 
 def eager_weights(source: Source) -> Weights[Product]:
     """The weights with the device's own products."""
-    name = source.spec.activation
+    name, ranks = source.spec.activation, source.ranks
     act = ACTIVATIONS[name]
+    linear = product if ranks is None else column_product
 
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
         if fits(weight, name):
             return PackedWeight(weight, bias, name)
-        gate_up = product(weight, bias, exact)
+        gate_up = linear(weight, bias, exact)
 
         def run(x: Tensor) -> Tensor:
             gate, up = gate_up(x).chunk(2, -1)
@@ -31,7 +34,7 @@ def eager_weights(source: Source) -> Weights[Product]:
 
         return run
 
-    return Weights(source, Products(product, gated))
+    return Weights(source, Products(linear, gated, product if ranks is None else partial(RowParallel, ranks=ranks)))
 
 
 class Decoder:
@@ -44,6 +47,8 @@ class Decoder:
         self.name, self.vocab, self.context = source.name, source.vocab, source.context
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
+        if source.ranks is not None:
+            self.backend = f"eager decoder, sums in groups, on {source.ranks.size} ranks"
 
     @property
     def weight_bytes(self) -> int:

@@ -37,7 +37,7 @@ def fused_weights(source: Source) -> Weights[Linear]:
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
         return partial(Linear.gating(weight, bias, exact).gated, kind=source.spec.activation)
 
-    return Weights(source, Products(Linear, gated))
+    return Weights(source, Products(Linear, gated, Linear))
 
 
 class Fused:

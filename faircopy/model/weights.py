@@ -13,9 +13,11 @@ from torch import Tensor
 from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product
 from faircopy.kernels.memory import give_back_free_memory
+from faircopy.kernels.ranks import Ranks
 from faircopy.kernels.rope import rope_table
 from faircopy.layout.base import LayerShape
 from faircopy.model.base import Model, TokenWeights
+from faircopy.model.shares import TokenShares
 
 Tensors = Callable[[str], Tensor | None]  # name -> tensor of the checkpoint, if it is there
 P = TypeVar("P", bound=Product, covariant=True)  # how a decoder multiplies
@@ -71,6 +73,8 @@ class Source:
     context: int
     dtype: torch.dtype
     exact: bool  # whether a row's bits must not depend on the rows beside it
+    ranks: Ranks | None = None  # who has the other shares of the tensors; None: sums are not made in groups
+    whole: Tensors | None = None  # the tensors before they were cut; None: they are not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Products(Generic[P]):
 
     linear: Callable[[Tensor, Tensor | None, bool], P]
     gated: Callable[[Tensor, Tensor | None, bool], Product]  # of gate and up: x -> activation(gate) * up
+    rows: Callable[[Tensor, Tensor | None, bool], P]  # of attention's output and down: ranks may share their inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,13 @@ class Weights(Generic[P]):
             give_back_free_memory()  # of the weights as they were read, which else lies unused between packed ones
         self.norm = self._norm_weight("model.norm.weight")
         own = source.tensors("lm_head.weight")
-        head = embedding if own is None else own
-        self.head, self.head_bytes = products.linear(head, source.tensors("lm_head.bias"), source.exact), head.nbytes
-        shared: Product = self.head
-        self._shared = shared if own is None and isinstance(shared, PackedWeight) else None
+        rows = embedding if own is None else own
+        head: Product = products.linear(rows, source.tensors("lm_head.bias"), source.exact)
+        self.head_bytes = rows.nbytes
+        self._shared = head if own is None and isinstance(head, PackedWeight) else None
         self._embedding = embedding if self._shared is None else None
+        self._tokens = None if source.ranks is None else TokenShares(source.vocab, source.ranks)
+        self.head: Product = head if self._tokens is None else self._tokens.joined(head)
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
@@ -133,31 +140,42 @@ class Weights(Generic[P]):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, hidden]; read from the checkpoint again where only the head's product is kept."""
-        return self._need("model.embed_tokens.weight") if self._embedding is None else self._embedding
+        """[V, hidden]; read from the checkpoint again where only the head's product is kept, or a share of it."""
+        read = self.source.whole
+        if self._embedding is not None and read is None:
+            return self._embedding
+        return _needed(read or self.source.tensors, "model.embed_tokens.weight")
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embeddings [T, hidden] of tokens; a head that shares them keeps them once, in its product."""
-        return self.embedding[ids] if self._shared is None else self._shared.rows(ids)
+        return self._rows(ids) if self._tokens is None else self._tokens.embedded(ids, self._rows)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding, or of this rank's share of it."""
+        if self._shared is not None:
+            return self._shared.rows(ids)
+        assert self._embedding is not None, "what the head does not share is kept"
+        return self._embedding[ids]
 
     def token_weights(self) -> TokenWeights:
         """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""
-        head, embedding = self.source.tensors("lm_head.weight"), self.embedding
+        tensors, embedding = self.source.whole or self.source.tensors, self.embedding
+        head = tensors("lm_head.weight")
         rows = embedding if head is None else head
-        return TokenWeights(embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
+        return TokenWeights(embedding, rows, tensors("lm_head.bias"), self.spec.logits_divisor)
 
     def _need(self, name: str) -> Tensor:
-        tensor = self.source.tensors(name)
-        assert tensor is not None, f"{name} was not checked to be there"
-        return tensor
+        return _needed(self.source.tensors, name)
 
     def _layer(self, i: int) -> LayerWeights[P]:
         at, tensors = f"model.layers.{i}.", self.source.tensors
         return LayerWeights(
-            qkv=self._linear(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            out=self._linear(at + "self_attn.", "o_proj", ()),
+            qkv=self._products.linear(
+                *self._joined(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")), self.source.exact
+            ),
+            out=self._products.rows(*self._joined(at + "self_attn.", "o_proj", ()), self.source.exact),
             gate_up=self._gate_up(at + "mlp."),
-            down=self._linear(at + "mlp.", "down_proj", ()),
+            down=self._products.rows(*self._joined(at + "mlp.", "down_proj", ()), self.source.exact),
             before_attention=self._norm_weight(at + "input_layernorm.weight"),
             before_mlp=self._norm_weight(at + "post_attention_layernorm.weight"),
             after_attention=tensors(at + "post_self_attn_layernorm.weight"),
@@ -172,9 +190,6 @@ class Weights(Generic[P]):
 
     def _gate_up(self, at: str) -> Product:
         return self._products.gated(*self._joined(at, "gate_up_proj", ("gate_proj", "up_proj")), self.source.exact)
-
-    def _linear(self, at: str, whole: str, parts: tuple[str, ...]) -> P:
-        return self._products.linear(*self._joined(at, whole, parts), self.source.exact)
 
     def _joined(self, at: str, whole: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of several projections in one; a checkpoint may have stored them so already."""
@@ -195,6 +210,12 @@ class Weights(Generic[P]):
         if q is None or k is None:
             return None
         return torch.cat([q.expand(self.spec.heads, -1), k.expand(self.spec.kv_heads, -1)])
+
+
+def _needed(tensors: Tensors, name: str) -> Tensor:
+    tensor = tensors(name)
+    assert tensor is not None, f"{name} was not checked to be there"
+    return tensor
 
 
 class DenseModel(Model, Protocol):
