@@ -14,6 +14,7 @@ from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rotate
 from faircopy.layout.base import Cache, Packed
 from faircopy.model.base import FINAL, Taps, TokenWeights
+from faircopy.model.shares import counted_ranks
 from faircopy.model.weights import LayerWeights, Products, Source, Weights
 
 
@@ -48,7 +49,7 @@ class Decoder:
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
         if source.ranks is not None:
-            self.backend = f"eager decoder, sums in groups, on {source.ranks.size} ranks"
+            self.backend = f"eager decoder, sums in K groups, {counted_ranks(source.ranks)}"
 
     @property
     def weight_bytes(self) -> int:

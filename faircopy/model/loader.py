@@ -178,12 +178,12 @@ def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
             raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
 
 
-def stock_skeleton(config: Any) -> Any:
+def stock_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The stock model of a configuration without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
 
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
@@ -214,18 +214,18 @@ class CheckpointTensors:
             self._convert(folder)
         self._check_index(folder)
 
-    def __call__(self, name: str) -> Tensor | None:
+    def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
         read = self._readers.get(name)
-        return None if read is None else read().to(self._device, self._dtype)
+        return None if read is None else read().to(self._device, dtype or self._dtype)
 
-    def part(self, name: str, cut: Cut) -> Tensor | None:
+    def part(self, name: str, cut: Cut, dtype: torch.dtype | None = None) -> Tensor | None:
         """Some of a tensor, without reading the rest of it."""
         if name not in self._slices:
             return None
-        lazy = self._slices[name]()
-        ranges = [lazy[begin:end] if cut.dim == 0 else lazy[:, begin:end] for begin, end in cut.ranges]
+        lazy, before = self._slices[name](), (slice(None),) * cut.dim
+        ranges = [lazy[(*before, slice(*part))] for part in cut.ranges]
         found = ranges[0] if len(ranges) == 1 else torch.cat(ranges, cut.dim)
-        return padded(found, cut).to(self._device, self._dtype)
+        return padded(found, cut).to(self._device, dtype or self._dtype)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, without reading it."""
@@ -292,7 +292,15 @@ def _load_transformers(
 
     config = load_config(folder)
     check_static(name, config, _model_class(name, config))
-    return TransformersModel(name, load_stock(name, dtype, device), exact)
+    if ranks is None:
+        return TransformersModel(name, load_stock(name, dtype, device), exact)
+    from faircopy.model.stock_shares import stock_share
+
+    model = stock_skeleton(config, dtype)
+    tensors = CheckpointTensors(folder, dtype, device)
+    shares = stock_share(name, model, tensors, device, ranks)
+    tensors.close()
+    return TransformersModel(name, model.eval().requires_grad_(False), exact, shares)
 
 
 def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,10 +1,10 @@
-"""Which part of a model's tensors each rank holds: columns by whole key heads, rows by groups of K, tokens by number."""
+"""Which part of a model's tensors each rank holds: outputs by whole key heads, inputs by K groups, tokens by number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,14 @@ class Cut(NamedTuple):
     dim: int
     ranges: tuple[tuple[int, int], ...]
     size: int = 0  # what is missing at the end is zero
+
+
+class CheckpointParts(Protocol):
+    """A checkpoint's tensors by name, whole or in part; dtype None: the model's type."""
+
+    def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None: ...
+    def part(self, name: str, cut: Cut, dtype: torch.dtype | None = None) -> Tensor | None: ...
+    def names(self) -> list[str]: ...
 
 
 class TokenShares:
@@ -155,3 +163,7 @@ def dense_shares(name: str, config: Any, head_dim: int, vocab: int, ranks: Ranks
     inputs = {"attention output": heads * head_dim, "down projection": config.intermediate_size}
     check_shares(name, ranks.size, heads, kv_heads, inputs)
     return DenseShares(heads, kv_heads, head_dim, config.intermediate_size, TokenShares(vocab, ranks), ranks)
+
+
+def counted_ranks(ranks: Ranks) -> str:
+    return "1 rank" if ranks.size == 1 else f"{ranks.size} ranks"

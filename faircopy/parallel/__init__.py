@@ -1,1 +1,1 @@
-"""Models that several processes share, one per device: tensor parallel by heads and groups of K, pipelines by layers."""
+"""Models that several processes share, one per device: each layer by heads and K groups, or layers one by one."""

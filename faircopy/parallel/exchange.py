@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import Store
 
 
 class Exchange(Protocol):
@@ -19,7 +19,7 @@ class Exchange(Protocol):
 class GlooExchange:
     """Through the network of the host; tensors of a GPU are copied to the host and back."""
 
-    def __init__(self, gloo: ProcessGroupGloo, size: int) -> None:
+    def __init__(self, gloo: Any, size: int) -> None:
         self._gloo, self._size = gloo, size
 
     def gather(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class NcclExchange:
         return out.view(self._size, *x.shape)
 
 
-def make_exchange(store: Store, gloo: ProcessGroupGloo, rank: int, size: int, device: torch.device) -> Exchange:
+def make_exchange(store: Store, gloo: Any, rank: int, size: int, device: torch.device) -> Exchange:
     """The fastest that these devices have."""
     if device.type == "cuda" and torch.cuda.device_count() >= size:
         return NcclExchange(store, rank, size)

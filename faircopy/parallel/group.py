@@ -1,4 +1,4 @@
-"""The processes that share a model: gathering from all, messages from rank 0, and what is said when one of them dies."""
+"""The processes that share a model: gathering from all, messages from rank 0, and the error when one of them dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroupGloo
 
 from faircopy.errors import RankError
 from faircopy.parallel.exchange import Exchange, make_exchange
@@ -112,9 +113,10 @@ def _problem(status: int) -> str:
     return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"
 
 
-def connect(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+def connect(store: Store, rank: int, size: int) -> Any:
     """Connections between all ranks over this machine's own network, apart from any other group of the process."""
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo: Any = ProcessGroupGloo  # torch's type stubs leave out most of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = FOREVER
-    return ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from weakref import finalize
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import faircopy
 from faircopy.errors import RankError

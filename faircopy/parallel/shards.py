@@ -111,9 +111,7 @@ def load_share(group: Group, order: Load) -> Model:
     return load_model(order.path, order.dtype, group.device, order.exact, ranks=group)
 
 
-def run_share(
-    group: Group, model: Model, packed: Packed, cache: PagedLayout, taps: Taps | None = None
-) -> Tensor:
+def run_share(group: Group, model: Model, packed: Packed, cache: PagedLayout, taps: Taps | None = None) -> Tensor:
     """A pass over this rank's share; a row is healthy if it is on every rank, since each sees its own heads."""
     logits = model.forward(packed, cache, *([] if taps is None else [taps]))
     assert cache.healthy is not None, "the last layer notes it"

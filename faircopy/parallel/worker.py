@@ -8,9 +8,9 @@ import time
 from threading import Thread
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from faircopy.errors import RankError
+from faircopy.errors import FaircopyError, RankError
 from faircopy.parallel.group import LOST, Group
 from faircopy.parallel.launch import HOST, rank_device, ready_key
 from faircopy.parallel.shards import Shards
@@ -25,24 +25,24 @@ def main(rank: int, size: int, port: int, device: torch.device, parent: int) -> 
         torch.cuda.set_device(own)
     store = TCPStore(HOST, port, is_master=False)
     store.set(ready_key(rank), "")
-    shards = Shards(Group(store, rank, size, own))
     try:
+        shards = Shards(Group(store, rank, size, own))
         while True:
             shards.serve()
-    except RankError as error:
-        _leave(rank, str(error))
+    except FaircopyError as error:
+        _leave(rank, str(error), LOST if isinstance(error, RankError) else 1)
 
 
 def _watch(rank: int, parent: int) -> None:
     """End with rank 0, also while this rank waits for something that can no longer come."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
-    _leave(rank, "the process of rank 0 has ended")
+    _leave(rank, "the process of rank 0 has ended", LOST)
 
 
-def _leave(rank: int, problem: str) -> None:
+def _leave(rank: int, problem: str, status: int) -> None:
     print(f"faircopy: rank {rank} ends: {problem}", file=sys.stderr, flush=True)
-    os._exit(LOST)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""A rank's share of a stock transformers model: its modules with fewer heads and inner numbers, by its `tp_plan`.
+
+Only the names of the plan are used. What a plan does not name is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from faircopy.errors import CheckpointError, UnsupportedModel
+from faircopy.kernels.linear import Product, RowParallel, column_product
+from faircopy.kernels.ranks import Ranks
+from faircopy.model.shares import CheckpointParts, Cut, TokenShares, check_shares
+
+REMEDY = "use tensor_parallel=1"
+_COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
+_TOKENS = "tokens"
+_WHOLE = {"replicated_with_grad_allreduce", "moe_tp_experts"}
+_KEYS, _QUERIES = ("k_proj", "v_proj"), ("q_proj",)
+
+
+class StockShares:
+    """Which parameters of a stock model are cut, and what multiplies with them."""
+
+    def __init__(self, name: str, model: PreTrainedModel, ranks: Ranks, tensors: CheckpointParts) -> None:
+        self.ranks, self._name, self._model, self._tensors = ranks, name, model, tensors
+        config = model.config.get_text_config()
+        self._tables = _token_tables(model)
+        self._styles = {name: self._style(name) for name, _ in model.named_parameters()}
+        self._heads = config.num_attention_heads
+        self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
+        self.tokens = TokenShares(int(config.vocab_size), ranks)
+        self._precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+        self._sources = _sources(model, tensors.names())
+        self._check()
+
+    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """What this rank keeps of a parameter of this full shape; None: all of it."""
+        style, module = self._styles[name], name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+        if style == _TOKENS:
+            return self.tokens.cut
+        if style == _ROWS:
+            return None if name.endswith(".bias") else Cut(len(shape) - 1, (self._even(shape[-1]),))
+        if style == _PACKED:
+            begin, end = self._even(shape[1] // 2)
+            return Cut(1, ((begin, end), (begin + shape[1] // 2, end + shape[1] // 2)))
+        if style == _COLUMNS:
+            return Cut(0, (self._keys(shape[0]) if module in _KEYS else self._even(shape[0]),))
+        return None
+
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """A parameter, or this rank's part of it."""
+        if name not in self._sources:
+            raise CheckpointError("model", self._name, f"tensor {name} is missing", "fetch the checkpoint again")
+        precise = any(part in self._precise for part in name.split("."))
+        return _read(self._tensors, self._sources[name], cut, torch.float32 if precise else None)
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """A parameter as it was before it was cut."""
+        return self.read(next(name for name, p in self._model.named_parameters() if p is weight))
+
+    def product(self, parameter: int, weight: Tensor, bias: Tensor | None) -> Product:
+        """What multiplies with a parameter, given by its id, or with a part of it such as one expert's."""
+        if parameter in self._row_parallel:
+            return RowParallel(weight, bias, True, self.ranks)
+        run = column_product(weight, bias)
+        return self.tokens.joined(run) if parameter == self._head else run
+
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor | None:
+        """Rows of the embedding, wherever they lie; None: of another table."""
+        if id(weight) != self._embedding:
+            return None
+        found = self.tokens.embedded(ids.reshape(-1), partial(torch.Tensor.__getitem__, weight))
+        return found.view(*ids.shape, -1)
+
+    def settle(self) -> None:
+        """The model's parameters are those it will keep."""
+        named = dict(self._model.named_parameters())
+        self._row_parallel = {id(p) for name, p in named.items() if self._styles[name] == _ROWS}
+        self._head = id(self._model.get_output_embeddings().weight)
+        self._embedding = id(self._model.get_input_embeddings().weight)
+
+    def _style(self, parameter: str) -> str | None:
+        """What the plan says of a parameter."""
+        plan = self._model.tp_plan or {}
+        general = re.sub(r"\.\d+\.", ".*.", parameter)
+        module = general.removesuffix(".weight").removesuffix(".bias")
+        style = plan.get(general, plan.get(module))
+        if module in self._tables:
+            return _TOKENS  # the plan may leave it out: any vocabulary can be cut
+        if style is not None and style not in (_COLUMNS, _ROWS, _PACKED, *_WHOLE):
+            raise UnsupportedModel("model", self._name, f"its tp_plan has {style!r} for {module}", REMEDY)
+        return None if style in _WHOLE else style
+
+    def _check(self) -> None:
+        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        inputs = {
+            name.removesuffix(".weight"): shapes[name][-1]
+            for name, style in self._styles.items()
+            if style == _ROWS and not name.endswith(".bias")
+        }
+        if not inputs:
+            raise UnsupportedModel("model", self._name, "its tp_plan names no layer that can be shared", REMEDY)
+        attends = any(style == _COLUMNS and "q_proj" in name for name, style in self._styles.items())
+        size = self.ranks.size
+        heads, kv_heads = (self._heads, self._kv_heads) if attends else (size, size)
+        check_shares(self._name, size, heads, kv_heads, inputs)
+
+    def _even(self, count: int) -> tuple[int, int]:
+        if count % self.ranks.size:
+            problem = f"{count} outputs of a layer cannot be shared by {self.ranks.size} ranks"
+            raise UnsupportedModel("model", self._name, problem, REMEDY)
+        width = count // self.ranks.size
+        return self.ranks.rank * width, (self.ranks.rank + 1) * width
+
+    def _keys(self, count: int) -> tuple[int, int]:
+        """Whole key heads; where there are fewer than ranks, several ranks hold the same one."""
+        size, width = self.ranks.size, count // self._kv_heads
+        first = self.ranks.rank * self._kv_heads // size
+        return first * width, (first + max(1, self._kv_heads // size)) * width
+
+
+def _token_tables(model: PreTrainedModel) -> set[str]:
+    """The names of embedding and head."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {name for name, module in model.named_modules() if any(module is table for table in tables)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a parameter lies in the checkpoint: as it is, or in pieces, one list per expert."""
+
+    pieces: list[list[str]]
+    merged: bool
+
+
+def stock_share(
+    name: str, model: PreTrainedModel, tensors: CheckpointParts, device: torch.device, ranks: Ranks
+) -> StockShares:
+    """Give a model without memory this rank's share of the checkpoint; nothing else of that is read."""
+    shares = StockShares(name, model, ranks, tensors)
+    for parameter, like in list(model.state_dict(keep_vars=True).items()):
+        if parameter in model.all_tied_weights_keys:
+            continue
+        trained = isinstance(like, nn.Parameter)
+        cut = shares.cut(parameter, tuple(like.shape)) if trained else None
+        _put(model, parameter, shares.read(parameter, cut), trained)
+    model.tie_weights()
+    _make_buffers(name, model, device)
+    shares.settle()
+    return shares
+
+
+def _put(model: PreTrainedModel, name: str, tensor: Tensor, trained: bool) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if trained:
+        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[last] = tensor
+    getattr(module, last)._is_hf_initialized = True
+
+
+def _read(tensors: CheckpointParts, source: _Source, cut: Cut | None, dtype: torch.dtype | None) -> Tensor:
+    """A parameter, or this rank's part of it, put together from its pieces."""
+    if not source.merged:
+        return _one(tensors, source.pieces[0][0], cut, dtype)
+    inner = None if cut is None else Cut(cut.dim - 1, cut.ranges[:1])  # of an expert's own weight, the same of each
+    return torch.stack(
+        [torch.cat([_one(tensors, piece, inner, dtype) for piece in expert]) for expert in source.pieces]
+    )
+
+
+def _one(tensors: CheckpointParts, name: str, cut: Cut | None, dtype: torch.dtype | None) -> Tensor:
+    found = tensors(name, dtype) if cut is None else tensors.part(name, cut, dtype)
+    assert found is not None, f"{name} was listed"
+    return found
+
+
+def _sources(model: PreTrainedModel, stored: list[str]) -> dict[str, _Source]:
+    """Where each parameter lies, by transformers' own table of how checkpoints of this type are stored."""
+    found = {one: _Source([[one]], False) for one in stored}
+    for rule in get_model_conversion_mapping(model):
+        if isinstance(rule, WeightConverter):
+            found |= dict(_merged(rule, found))
+        else:
+            for pattern, target in zip(rule.source_patterns, rule.target_patterns, strict=True):
+                found |= {re.sub(_regex(pattern), target, one): source for one, source in found.items()}
+    return found
+
+
+def _merged(rule: WeightConverter, stored: dict[str, _Source]) -> Iterator[tuple[str, _Source]]:
+    """Experts that are stored one by one, by the parameter that holds them all."""
+    kinds = [type(operation) for operation in rule.operations]
+    if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or len(rule.target_patterns) != 1:
+        return
+    experts: dict[str, dict[int, list[str]]] = {}
+    for pattern in rule.source_patterns:
+        regex = re.compile(_regex(pattern).replace(r"\*", r"(\d+)"))
+        for one, source in stored.items():
+            match = regex.search(one)
+            if match is not None:
+                target = one[: match.start()] + rule.target_patterns[0] + one[match.end() :]
+                experts.setdefault(target, {}).setdefault(int(match[1]), []).extend(source.pieces[0])
+    for target, pieces in experts.items():
+        yield target, _Source([pieces[expert] for expert in sorted(pieces)], True)
+
+
+def _regex(pattern: str) -> str:
+    """transformers writes some patterns as regular expressions and some plainly."""
+    return pattern if "\\" in pattern else re.escape(pattern)
+
+
+def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers that no checkpoint holds, such as the frequencies of rope: as transformers makes them."""
+    for module in model.modules():
+        missing = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for key in missing:
+            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
+        if missing:
+            with torch.no_grad():
+                model._init_weights(module)
+    left = [key for key, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if left:
+        raise UnsupportedModel("model", name, f"its {left[0]} is not in the checkpoint", REMEDY)
