@@ -36,7 +36,7 @@ from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel.launch import start_ranks
-from faircopy.parallel.model import ParallelModel
+from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
 from faircopy.parallel.shards import Load
 from faircopy.planner import AutoLength
 from faircopy.progress import doing
@@ -62,7 +62,7 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
 def _loaded_once(name: str, config: EngineConfig) -> Model:
     """On a CPU a checkpoint that another LLM has in use in the same way is not loaded again."""
     dtype, device = config.torch_dtype(), config.torch_device()
-    if device.type != "cpu" or config.tensor_parallel > 1:
+    if device.type != "cpu" or config.ranks > 1:
         return _loaded(name, config)
     key = (file_states(name), dtype, config.exact, config.k_groups, torch.get_num_threads())
     model = _IN_USE.get(key)
@@ -76,7 +76,7 @@ def _loaded(name: str, config: EngineConfig) -> Model:
         model = _read(name, config)
     with doing(f"{name}: testing that rows do not depend on their batch"):
         test_once(model, config.exact)
-    if isinstance(model, TransformersModel | ParallelModel):
+    if isinstance(model, TransformersModel | SharedModel):
         model.release_weights()
     give_back_free_memory()
     return model
@@ -85,9 +85,10 @@ def _loaded(name: str, config: EngineConfig) -> Model:
 def _read(name: str, config: EngineConfig) -> Model:
     """The whole model, or this rank's share of it in a group of ranks that are started now."""
     dtype, device = config.torch_dtype(), config.torch_device()
-    if config.tensor_parallel > 1:
-        order = Load(name, dtype, config.exact, torch.get_num_threads())
-        return ParallelModel(start_ranks(config.tensor_parallel, device), order)
+    if config.ranks > 1:
+        pipeline = config.pipeline_parallel > 1
+        order = Load(name, dtype, config.exact, torch.get_num_threads(), pipeline)
+        return (Pipeline if pipeline else ParallelModel)(start_ranks(config.ranks, device), order)
     return load_model(name, dtype, device, config.exact, ranks=OneRank() if config.k_groups else None)
 
 
@@ -120,7 +121,7 @@ def load_draft(
         return NgramDrafter(config.lookup_min, config.lookup_max), None
     if isinstance(draft, str) and is_head(draft):
         return None, load_head(draft, target, config.draft_levels)
-    model = load_target(draft, replace(config, tensor_parallel=1, k_groups=False), "draft")
+    model = load_target(draft, replace(config, tensor_parallel=1, pipeline_parallel=1, k_groups=False), "draft")
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
     difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
     if difference:
@@ -173,7 +174,8 @@ def build_engine(
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
+    stages = target.stages if isinstance(target, Pipeline) else 1
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths, stages)
 
 
 def _draft_lengths(

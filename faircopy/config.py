@@ -40,6 +40,7 @@ class EngineConfig:
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
     step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
     tensor_parallel: int = 1  # ranks, one per device, that share each layer of the target
+    pipeline_parallel: int = 1  # ranks, one per device, each with some of the target's layers
     k_groups: bool = False  # sums along K as ranks make them: the bits of any tensor_parallel, which switches it on
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
@@ -102,14 +103,25 @@ class EngineConfig:
         if self.tensor_parallel not in RANKS or isinstance(self.tensor_parallel, bool):
             problem, remedy = "not a number of ranks that shares the order of sums", f"use one of {RANKS}"
             raise ConfigError("tensor_parallel", self.tensor_parallel, problem, remedy)
-        if self.tensor_parallel == 1:
+        self._whole("pipeline_parallel", 1)
+        if self.ranks == 1:
             return
+        field = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
+        if self.pipeline_parallel > 1 and (self.tensor_parallel > 1 or self.k_groups):
+            given = "tensor_parallel" if self.tensor_parallel > 1 else "k_groups"
+            problem = f"given beside {given} = {getattr(self, given)}"
+            raise ConfigError("pipeline_parallel", self.pipeline_parallel, problem, "give one of the two")
         if self.strategy != "ragged":
             problem = f"ranks share the cache of strategy 'ragged' alone, not of {self.strategy!r}"
-            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, "use strategy='ragged'")
+            raise ConfigError(field, self.ranks, problem, "use strategy='ragged'")
         if self.memory is not None:
-            problem = f"counts the memory of one device, and tensor_parallel = {self.tensor_parallel}"
+            problem = f"counts the memory of one device, and {field} = {self.ranks}"
             raise ConfigError("memory", self.memory, problem, "limit keys and values with cache_memory=")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the target."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -153,7 +165,7 @@ class EngineConfig:
         if self.cache_memory is not None:
             return parse_bytes(self.cache_memory, "cache_memory")
         free = free_memory(device)
-        return free // 4 if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
+        return free // (4 * self.ranks) if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

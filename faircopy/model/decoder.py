@@ -60,18 +60,29 @@ class Decoder:
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
-        w, s = self.weights, self.spec
-        x = w.embed(packed.ids)
-        if s.embedding_multiplier != 1.0:
-            x = x * w.multiplier
-        angles = w.rope[packed.positions]
-        for i, layer in enumerate(w.layers):
+        return self.logits(self.run_layers(self.embed(packed), packed, cache, taps), packed, taps)
+
+    def embed(self, packed: Packed) -> Tensor:
+        """What enters the first layer [T, hidden]."""
+        x = self.weights.embed(packed.ids)
+        return x if self.spec.embedding_multiplier == 1.0 else x * self.weights.multiplier
+
+    def run_layers(self, x: Tensor, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
+        """What leaves the layers that are here."""
+        s, first = self.spec, self.weights.source.stage.layers.start
+        angles = self.weights.rope[packed.positions]
+        for i, layer in enumerate(self.weights.layers):
             if taps is not None:
-                taps(i, x)
+                taps(first + i, x)
             x = self._add(x, self._attention(layer, i, x, angles, packed, cache), layer.after_attention)
             x = self._add(x, layer.down(layer.gate_up(rms_norm(x, layer.before_mlp, s.eps))), layer.after_mlp)
+        return x
+
+    def logits(self, x: Tensor, packed: Packed, taps: Taps | None = None) -> Tensor:
+        """Logits of the wanted rows [R, vocab], of what left the last layer."""
+        w, s = self.weights, self.spec
         if taps is not None:
-            taps(len(w.layers), x)
+            taps(w.source.stage.layers.stop, x)
             taps(FINAL, rms_norm(x, w.norm, s.eps))
         logits = w.head(rms_norm(x[packed.wanted], w.norm, s.eps))
         return logits if s.logits_divisor == 1.0 else logits / s.logits_divisor

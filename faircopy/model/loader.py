@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from faircopy.errors import CheckpointError, FaircopyError, UnsupportedModel
+from faircopy.errors import CheckpointError, ConfigError, FaircopyError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.ranks import Ranks
 from faircopy.model.base import Model
 from faircopy.model.decoder import Decoder, eager_weights
 from faircopy.model.shares import Cut, DenseShares, dense_shares, padded
-from faircopy.model.weights import FAMILIES, DenseModel, Source, Tensors, decoder_spec, head_size
+from faircopy.model.weights import FAMILIES, DenseModel, Source, Stage, Tensors, decoder_spec, head_size
 
 Backend = Literal["auto", "decoder", "transformers"]  # our decoder, or transformers' own modules
 
@@ -133,6 +133,35 @@ def _shared_decoder(
     own = partial(_share, tensors, shares)
     context = config.max_position_embeddings
     return Decoder(eager_weights(Source(name, spec, own, config.vocab_size, context, dtype, exact, ranks, tensors)))
+
+
+def load_stage(
+    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool, rank: int, size: int
+) -> Decoder:
+    """A rank's layers of a pipeline, on our decoder."""
+    folder = find_checkpoint(path)
+    config = load_config(folder)
+    if not fits_decoder(config):
+        problem = f"{config.model_type} runs on the transformers backend, whose layers are not split"
+        raise ConfigError("pipeline_parallel", size, f"{path}: {problem}", "use tensor_parallel")
+    kind = dtype or native_dtype(checkpoint_dtype(config), device)
+    tensors = CheckpointTensors(folder, kind, device)
+    _check_tensors(path, config, tensors)
+    spec, context = decoder_spec(config, *rope_frequencies(config)), config.max_position_embeddings
+    stage = stage_of(path, len(spec.windows), rank, size)
+    model = Decoder(eager_weights(Source(path, spec, tensors, config.vocab_size, context, kind, exact, part=stage)))
+    model.backend = f"eager decoder, pipeline of {size}"
+    tensors.close()
+    return model
+
+
+def stage_of(name: str, depth: int, rank: int, size: int) -> Stage:
+    """The first stages have one layer more where the number is not even: rank 0 has as many as any."""
+    if size > depth:
+        problem = f"{name} has {depth} layers"
+        raise ConfigError("pipeline_parallel", size, problem, f"use {depth} or fewer")
+    begin, end = (-(-place * depth // size) for place in (rank, rank + 1))
+    return Stage(range(begin, end), rank == size - 1)
 
 
 def _share(tensors: CheckpointTensors, shares: DenseShares, name: str) -> Tensor | None:

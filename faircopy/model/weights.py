@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,18 @@ class Spec:
     intermediate: int = 0
 
 
+class Stage(NamedTuple):
+    """A rank's layers in a pipeline."""
+
+    layers: range
+    last: bool  # whether the norm and the head follow them
+
+    @property
+    def first(self) -> bool:
+        """Whether the embedding comes before them."""
+        return self.layers.start == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint of the family before its weights are read."""
@@ -75,6 +87,11 @@ class Source:
     exact: bool  # whether a row's bits must not depend on the rows beside it
     ranks: Ranks | None = None  # who has the other shares of the tensors; None: sums are not made in groups
     whole: Tensors | None = None  # the tensors before they were cut; None: they are not cut
+    part: Stage | None = None  # the layers that are read; None: all
+
+    @property
+    def stage(self) -> Stage:
+        return self.part or Stage(range(len(self.spec.windows)), True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +124,28 @@ class Weights(Generic[P]):
 
     def __init__(self, source: Source, products: Products[P]) -> None:
         self.source, self.spec, self._products = source, source.spec, products
-        self.layer_bytes = 0  # of all layers' products: what a pass reads
-        embedding = self._need("model.embed_tokens.weight")
-        self.device = embedding.device
-        self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
+        self.layer_bytes = self.head_bytes = 0  # of all layers' products and of the head's: what a pass reads
         self.layers: list[LayerWeights[P]] = []
-        for i in range(len(self.spec.windows)):
+        for i in source.stage.layers:
             self.layers.append(self._layer(i))
             give_back_free_memory()  # of the weights as they were read, which else lies unused between packed ones
-        self.norm = self._norm_weight("model.norm.weight")
-        own = source.tensors("lm_head.weight")
-        rows = embedding if own is None else own
-        head: Product = products.linear(rows, source.tensors("lm_head.bias"), source.exact)
-        self.head_bytes = rows.nbytes
-        self._shared = head if own is None and isinstance(head, PackedWeight) else None
-        self._embedding = embedding if self._shared is None else None
+        self.device = self.layers[0].before_attention.device
+        self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
         self._tokens = None if source.ranks is None else TokenShares(source.vocab, source.ranks)
-        self.head: Product = head if self._tokens is None else self._tokens.joined(head)
+        self._shared: PackedWeight | None = None  # the head's product, if it holds the embedding too
+        if source.stage.last:
+            self.norm, self.head = self._norm_weight("model.norm.weight"), self._head()
+        keeps = source.stage.first and self._shared is None
+        self._embedding = self._need("model.embed_tokens.weight") if keeps else None
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
     @property
     def shapes(self) -> list[LayerShape]:
         """What each layer keeps per token."""
-        s = self.spec
-        return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in s.windows]
+        s, stage = self.spec, self.source.stage
+        windows = s.windows[stage.layers.start : stage.layers.stop]
+        return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in windows]
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +177,16 @@ class Weights(Generic[P]):
         head = tensors("lm_head.weight")
         rows = embedding if head is None else head
         return TokenWeights(embedding, rows, tensors("lm_head.bias"), self.spec.logits_divisor)
+
+    def _head(self) -> Product:
+        """Logits of the whole vocabulary, whichever ranks make them."""
+        own, tensors = self.source.tensors("lm_head.weight"), self.source.tensors
+        rows = self._need("model.embed_tokens.weight") if own is None else own
+        head: Product = self._products.linear(rows, tensors("lm_head.bias"), self.source.exact)
+        self.head_bytes = rows.nbytes
+        if own is None and isinstance(head, PackedWeight):
+            self._shared = head
+        return head if self._tokens is None else self._tokens.joined(head)
 
     def _need(self, name: str) -> Tensor:
         return _needed(self.source.tensors, name)

@@ -19,7 +19,8 @@ from faircopy.parallel.exchange import Exchange, make_exchange
 from faircopy.parallel.messages import from_bytes, to_bytes
 
 HEAD = 16384  # bytes of a message's first part; most messages have no second one
-KEPT = 16  # messages whose buffers are kept: those before have arrived
+KEPT = 4  # messages per rank whose buffers are kept: those before have arrived
+ORDERS, STATES = 0, 1  # what is sent: orders of rank 0, and hidden states from stage to stage
 FOREVER = timedelta(days=3650)  # a rank that dies closes its connections; one that waits is only idle
 PATIENCE = 5.0  # seconds in which the system notices which process has ended
 LOST = 17  # the exit status of a rank that ends because another one has
@@ -52,22 +53,26 @@ class Group:
         return self._guarded(lambda: self._exchange.gather(x.contiguous()))
 
     def post(self, message: Any) -> None:
-        """Rank 0 sends a message to all others, and does not wait until they read it."""
+        """Rank 0 sends orders to all others, and does not wait until they read them."""
+        self.send(message, [rank for rank in range(self.size) if rank != self.rank], ORDERS)
+
+    def send(self, message: Any, to: list[int], channel: int = STATES) -> None:
+        """A message to some ranks; this one does not wait until they read it."""
         data = to_bytes(message)
         whole = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
         parts = [torch.nn.functional.pad(whole[:HEAD], (0, max(0, HEAD - len(whole))))]
         parts += [whole[HEAD:]] if len(whole) > HEAD else []
-        self._guarded(lambda: self._start_sending(parts))
+        self._guarded(lambda: self._start_sending(parts, to, channel))
 
-    def fetch(self) -> Any:
-        """The next message of rank 0."""
+    def fetch(self, source: int = 0, channel: int = ORDERS) -> Any:
+        """The next message of a rank on a channel."""
         head = torch.empty(HEAD, dtype=torch.uint8)
-        self._guarded(lambda: self._gloo.recv([head], 0, 0).wait())
+        self._guarded(lambda: self._gloo.recv([head], source, channel).wait())
         length = int.from_bytes(bytes(head[:8].numpy()), "little")
         data = bytes(head[8 : 8 + length].numpy())
         if len(data) < length:
             rest = torch.empty(length - len(data), dtype=torch.uint8)
-            self._guarded(lambda: self._gloo.recv([rest], 0, 0).wait())
+            self._guarded(lambda: self._gloo.recv([rest], source, channel).wait())
             data += bytes(rest.numpy())
         return from_bytes(data, self.device)
 
@@ -78,12 +83,11 @@ class Group:
             self.close()
         return self._failed
 
-    def _start_sending(self, parts: list[Tensor]) -> None:
-        while len(self._sent) >= KEPT:
+    def _start_sending(self, parts: list[Tensor], to: list[int], channel: int) -> None:
+        while len(self._sent) >= KEPT * self.size:
             for work, _ in self._sent.popleft():
                 work.wait()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._sent.append([(self._gloo.send([part], rank, 0), part) for rank in others for part in parts])
+        self._sent.append([(self._gloo.send([part], rank, channel), part) for rank in to for part in parts])
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """What a call over the network returns; if it fails, an error that names the rank that has died."""

@@ -12,7 +12,7 @@ from weakref import finalize
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-import faircopy
+from faircopy import errors
 from faircopy.errors import RankError
 from faircopy.parallel.group import Group
 
@@ -44,7 +44,7 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 def _start(rank: int, size: int, port: int, device: torch.device) -> subprocess.Popen[bytes]:
     """A session of its own: Ctrl-C is for rank 0, which the others follow."""
-    package = str(Path(faircopy.__file__).parents[1])
+    package = str(Path(errors.__file__).parents[1])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     about = [rank, size, port, device, os.getpid()]
     return subprocess.Popen(

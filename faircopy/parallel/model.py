@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor
@@ -9,14 +10,26 @@ from torch import Tensor
 from faircopy.errors import RankError
 from faircopy.layout.base import Cache, Packed
 from faircopy.layout.paged import PagedLayout
-from faircopy.model.base import Taps, TokenWeights
+from faircopy.model.base import PassResult, Taps, TokenWeights
+from faircopy.model.decoder import Decoder
 from faircopy.model.transformers_backend import TransformersModel
-from faircopy.parallel.group import Group
-from faircopy.parallel.shards import DropCache, Load, Move, NewCache, Order, Release, Run, load_share, run_share
+from faircopy.parallel.group import STATES, Group
+from faircopy.parallel.shards import (
+    DropCache,
+    Load,
+    Move,
+    NewCache,
+    Order,
+    Release,
+    Run,
+    load_share,
+    run_share,
+    run_stage,
+)
 
 
-class ParallelModel:
-    """Rank 0's share of a model, which runs together with all others."""
+class SharedModel:
+    """Rank 0's share of a model; its caches exist on every rank."""
 
     def __init__(self, group: Group, order: Load) -> None:
         group.post([order])
@@ -36,20 +49,6 @@ class ParallelModel:
     def token_weights(self) -> TokenWeights:
         return self._own.token_weights()
 
-    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
-        """Logits of the wanted rows [R, vocab]."""
-        assert isinstance(cache, PagedLayout), "the other ranks have pages"
-        run = Run(self._index, self._number(cache), packed)
-        self._group.post([*self._waiting, run])
-        self._waiting.clear()
-        try:
-            return run_share(self._group, self._own, packed, cache, taps)
-        except RankError:
-            raise
-        except BaseException as error:  # an interrupt too: the others are in the middle of the pass
-            self._group.fail(0, f"it left a pass before its end ({type(error).__name__})")
-            raise
-
     def release_weights(self) -> None:
         """Free the stock copies of packed weights, on every rank."""
         if isinstance(self._own, TransformersModel):
@@ -65,3 +64,65 @@ class ParallelModel:
             cache.on_move = lambda source, target: waiting.append(Move(number, source, target))
             finalize(cache, waiting.append, DropCache(number))
         return self._numbers[cache]
+
+    def _announced(self, packed: Packed, cache: Cache, wants: tuple[int, ...] = ()) -> PagedLayout:
+        """Tell the other ranks of a pass, and of what happened to caches since the last one."""
+        assert isinstance(cache, PagedLayout), "the other ranks have pages"
+        run = Run(self._index, self._number(cache), packed, wants)
+        self._group.post([*self._waiting, run])
+        self._waiting.clear()
+        return cache
+
+    def _left(self, error: BaseException) -> None:
+        """A pass was left before its end, by an interrupt for example: the others are in the middle of it."""
+        if not isinstance(error, RankError):
+            self._group.fail(0, f"it left a pass before its end ({type(error).__name__})")
+
+
+class ParallelModel(SharedModel):
+    """A model each of whose layers is shared by all ranks."""
+
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
+        """Logits of the wanted rows [R, vocab]."""
+        pages = self._announced(packed, cache)
+        try:
+            return run_share(self._group, self._own, packed, pages, taps)
+        except BaseException as error:
+            self._left(error)
+            raise
+
+
+class Pipeline(SharedModel):
+    """A model whose layers lie on several ranks, each of which may work on another pass."""
+
+    @property
+    def stages(self) -> int:
+        return self._group.size
+
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
+        """Logits of the wanted rows [R, vocab]."""
+        passed = self.start(packed, cache, () if taps is None else taps.wants)()
+        if taps is not None:
+            taps.states = passed.states
+        if isinstance(cache, PagedLayout) and passed.healthy is not None:
+            cache.watch(passed.healthy)
+        return passed.logits
+
+    def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
+        """Begin a pass; what is returned waits for its end."""
+        pages = self._announced(packed, cache, wants)
+        assert isinstance(self._own, Decoder), "pipelines are made of our decoder"
+        try:
+            run_stage(self._group, self._own, packed, pages, wants)
+        except BaseException as error:
+            self._left(error)
+            raise
+        return self._result
+
+    def _result(self) -> PassResult:
+        try:
+            found: PassResult = self._group.fetch(self._group.size - 1, STATES)
+            return found
+        except BaseException as error:
+            self._left(error)
+            raise

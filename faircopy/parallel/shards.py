@@ -12,10 +12,11 @@ from faircopy.layout.base import Packed
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.model.base import Model, Taps
-from faircopy.model.loader import load_model
+from faircopy.model.base import Model, PassResult, Taps
+from faircopy.model.decoder import Decoder
+from faircopy.model.loader import load_model, load_stage
 from faircopy.model.transformers_backend import TransformersModel
-from faircopy.parallel.group import Group
+from faircopy.parallel.group import STATES, Group
 from faircopy.threads import use_threads
 
 
@@ -26,6 +27,7 @@ class Load(NamedTuple):
     dtype: torch.dtype | None
     exact: bool
     threads: int
+    pipeline: bool = False  # its layers are split, not each of them
 
 
 class Release(NamedTuple):
@@ -62,6 +64,7 @@ class Run(NamedTuple):
     model: int
     cache: int
     packed: Packed
+    wants: tuple[int, ...] = ()  # hidden states that rank 0 wants of a pipeline
 
 
 Order = Load | Release | NewCache | DropCache | Move | Run
@@ -104,11 +107,29 @@ class Shards:
 
     @torch.no_grad()
     def _run(self, order: Run) -> None:
-        run_share(self.group, self._models[order.model], order.packed, self._caches[order.cache])
+        model, cache = self._models[order.model], self._caches[order.cache]
+        if isinstance(model, Decoder) and model.weights.source.part is not None:
+            run_stage(self.group, model, order.packed, cache, order.wants)
+        else:
+            run_share(self.group, model, order.packed, cache)
 
 
 def load_share(group: Group, order: Load) -> Model:
+    if order.pipeline:
+        return load_stage(order.path, order.dtype, group.device, order.exact, group.rank, group.size)
     return load_model(order.path, order.dtype, group.device, order.exact, ranks=group)
+
+
+def run_stage(group: Group, model: Decoder, packed: Packed, cache: PagedLayout, wants: tuple[int, ...]) -> None:
+    """A pass over this rank's layers: from the rank before, to the rank behind; the last one's results go to rank 0."""
+    taps = Taps(wants)
+    x, taps.states = (model.embed(packed), {}) if group.rank == 0 else group.fetch(group.rank - 1, STATES)
+    x = model.run_layers(x, packed, cache, taps)
+    if group.rank < group.size - 1:
+        group.send((x, taps.states), [group.rank + 1])
+    else:
+        logits = model.logits(x, packed, taps)
+        group.send(PassResult(logits, cache.healthy, taps.states), [0])
 
 
 def run_share(group: Group, model: Model, packed: Packed, cache: PagedLayout, taps: Taps | None = None) -> Tensor:
