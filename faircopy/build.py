@@ -54,6 +54,10 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
     """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
     if isinstance(target, str):
         target = _loaded_once(target, config)
+    elif config.ranks > 1:
+        named = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
+        problem = "each rank reads its share, and needs the path of a checkpoint"
+        raise ConfigError(named, config.ranks, problem, f"pass a folder or a hub id as {field}")
     if not hasattr(target, "forward") or not hasattr(target, "layers"):
         raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
     return target  # type: ignore[no-any-return]

@@ -218,9 +218,9 @@ class Weights(Generic[P]):
     def _joined(self, at: str, whole: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of several projections in one; a checkpoint may have stored them so already."""
         tensors = self.source.tensors
-        if tensors(f"{at}{whole}.weight") is not None or not parts:
-            parts = (whole,)
-        weights = [self._need(f"{at}{part}.weight") for part in parts]
+        joined = tensors(f"{at}{whole}.weight")
+        parts = parts if joined is None else (whole,)
+        weights = [joined] if joined is not None else [self._need(f"{at}{part}.weight") for part in parts]
         biases = [tensors(f"{at}{part}.bias") for part in parts]
         bias = None
         if any(b is not None for b in biases):

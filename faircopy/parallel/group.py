@@ -40,8 +40,10 @@ class Group:
         self.models = 0  # loaded so far
         self._numbers = count()
         self._failed: RankError | None = None
-        self._gloo = connect(PrefixStore("messages", store), rank, size)
-        self._exchange: Exchange = make_exchange(PrefixStore("exchange", store), self._gloo, rank, size, device)
+        self._gloo = self._guarded(lambda: connect(PrefixStore("messages", store), rank, size))
+        self._exchange: Exchange = self._guarded(
+            lambda: make_exchange(PrefixStore("exchange", store), self._gloo, rank, size, device)
+        )
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
 
     def new_number(self) -> int:
