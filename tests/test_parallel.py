@@ -243,7 +243,7 @@ def test_what_ranks_cannot_share_is_refused(folder: Callable[..., str], checkpoi
         (ConfigError, "pipeline_parallel = 2", lambda: EngineConfig(pipeline_parallel=2, k_groups=True)),
         (ConfigError, "strategy", lambda: EngineConfig(tensor_parallel=2, strategy="padded")),
         (ConfigError, "cache_memory=", lambda: EngineConfig(tensor_parallel=2, memory="1GiB")),
-        (ConfigError, "down projection have 1 groups", lambda: shared(checkpoint("llama"), 2)),
+        (ConfigError, "attention output have 1 groups", lambda: shared(checkpoint("llama"), 2)),
         (ConfigError, "use 4", lambda: shared(folder("moe"), 8)),
         (ConfigError, "has 2 layers; use 2 or fewer", lambda: load_stage(folder("dense"), None, CPU, True, 0, 4)),
         (ConfigError, "transformers backend", lambda: load_stage(folder("moe"), None, CPU, True, 0, 2)),

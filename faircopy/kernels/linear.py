@@ -17,7 +17,7 @@ from torch import Tensor
 from faircopy.cache import KeptTable, cpu_kind
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.cpu.product import PackedWeight, fits
-from faircopy.kernels.groups import add_tree, group_count
+from faircopy.kernels.groups import add_tree, group_count, shared_groups
 from faircopy.kernels.memory import use_huge_pages
 from faircopy.kernels.ranks import Ranks
 
@@ -53,8 +53,16 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
     return _at_least(packed, max(least, _FASTEST))
 
 
-def column_product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Product:
-    """As `product`, for a weight whose rows may lie on several ranks: an output's bits do not depend on N either."""
+def column_product(
+    weight: Tensor, bias: Tensor | None = None, exact: bool = True, outputs: int | None = None
+) -> Product:
+    """As `product`, for a weight whose rows may lie on several ranks: an output's bits do not depend on N either.
+
+    outputs: of the whole weight; None: these are all.
+    """
+    if (kernels := gpu_module("linear", weight.device)) is not None:
+        groups = group_count(weight.shape[1], outputs or weight.shape[0])
+        return kernels.Linear(weight, bias, exact, groups)  # type: ignore[no-any-return]
     if weight.device.type != "cpu" or not exact or fits(weight):
         return product(weight, bias, exact)
     if fits(weight.float()):
@@ -72,7 +80,7 @@ class RowParallel:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, exact: bool, ranks: Ranks) -> None:
         """weight [N, K / ranks]: this rank's columns, a whole number of groups. bias: used by rank 0 alone."""
-        groups = group_count(weight.shape[1] * ranks.size) // ranks.size
+        groups = shared_groups(weight.shape[0], weight.shape[1] * ranks.size, weight.device.type) // ranks.size
         assert groups, "the caller checks that every rank has a group"
         self._ranks, self._dtype = ranks, weight.dtype
         parts = weight.chunk(groups, 1)
@@ -92,7 +100,9 @@ def _sums(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
     """A product whose float32 sums are not rounded to the weight's type."""
     if fits(weight):
         return PackedWeight(weight, bias, out=torch.float32)
-    run = column_product(weight.float(), None if bias is None else bias.float(), exact)
+    wide, added = weight.float(), None if bias is None else bias.float()
+    kernels = gpu_module("linear", weight.device)
+    run = column_product(wide, added, exact) if kernels is None else kernels.Linear(wide, added, exact, 1)
     return lambda x: run(x.float())
 
 

@@ -22,12 +22,14 @@ def eager_weights(source: Source) -> Weights[Product]:
     """The weights with the device's own products."""
     name, ranks = source.spec.activation, source.ranks
     act = ACTIVATIONS[name]
-    linear = product if ranks is None else column_product
+
+    def linear(weight: Tensor, bias: Tensor | None, exact: bool, outputs: int) -> Product:
+        return product(weight, bias, exact) if ranks is None else column_product(weight, bias, exact, outputs)
 
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
         if fits(weight, name):
             return PackedWeight(weight, bias, name)
-        gate_up = linear(weight, bias, exact)
+        gate_up = linear(weight, bias, exact, weight.shape[0] * (1 if ranks is None else ranks.size))
 
         def run(x: Tensor) -> Tensor:
             gate, up = gate_up(x).chunk(2, -1)

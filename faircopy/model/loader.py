@@ -123,7 +123,7 @@ def _shared_decoder(
 ) -> Decoder:
     """A rank's share of our decoder: with the heads, inner numbers and tokens that are its own."""
     whole = decoder_spec(config, *rope)
-    shares = dense_shares(name, config, whole.head_dim, config.vocab_size, ranks)
+    shares = dense_shares(name, config, whole.head_dim, config.vocab_size, tensors.device, ranks)
     spec = replace(
         whole,
         heads=shares.own_heads,
@@ -132,7 +132,8 @@ def _shared_decoder(
     )
     own = partial(_share, tensors, shares)
     context = config.max_position_embeddings
-    return Decoder(eager_weights(Source(name, spec, own, config.vocab_size, context, dtype, exact, ranks, tensors)))
+    source = Source(name, spec, own, config.vocab_size, context, dtype, exact, ranks, tensors, whole)
+    return Decoder(eager_weights(source))
 
 
 def load_stage(
@@ -232,7 +233,7 @@ class CheckpointTensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._files: dict[Path, Any] = {}  # those that are open
         self._readers: dict[str, Callable[[], Tensor]] = {}
         self._slices: dict[str, Callable[[], Any]] = {}  # what can be indexed without being read as a whole
@@ -245,7 +246,7 @@ class CheckpointTensors:
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
         read = self._readers.get(name)
-        return None if read is None else read().to(self._device, dtype or self._dtype)
+        return None if read is None else read().to(self.device, dtype or self._dtype)
 
     def part(self, name: str, cut: Cut, dtype: torch.dtype | None = None) -> Tensor | None:
         """Some of a tensor, without reading the rest of it."""
@@ -254,7 +255,7 @@ class CheckpointTensors:
         lazy, before = self._slices[name](), (slice(None),) * cut.dim
         ranges = [lazy[(*before, slice(*part))] for part in cut.ranges]
         found = ranges[0] if len(ranges) == 1 else torch.cat(ranges, cut.dim)
-        return padded(found, cut).to(self._device, dtype or self._dtype)
+        return padded(found, cut).to(self.device, dtype or self._dtype)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, without reading it."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.errors import ConfigError
-from faircopy.kernels.groups import group_count
+from faircopy.kernels.groups import shared_groups
 from faircopy.kernels.linear import Product
 from faircopy.kernels.ranks import Ranks
 
@@ -135,34 +135,44 @@ def padded(tensor: Tensor, cut: Cut) -> Tensor:
     return F.pad(tensor, (0, 0, 0, missing) if tensor.dim() > 1 else (0, missing)) if missing else tensor
 
 
-def check_shares(name: str, size: int, heads: int, kv_heads: int, inputs: dict[str, int]) -> None:
-    """Refuse a model that `size` ranks cannot share. inputs: of its row-parallel weights, by what they are called."""
-    problem = None
-    if heads % size:
-        problem = f"its {heads} attention heads cannot be shared evenly"
-    elif kv_heads % size and size % kv_heads:
-        problem = f"its {kv_heads} key heads can neither be shared evenly nor repeated"
-    for called, inner in inputs.items():
-        if group_count(inner) < size:
-            problem = f"the {inner} inputs of its {called} have {group_count(inner)} groups, fewer than ranks"
-    if problem is not None:
-        possible = [n for n in (4, 2) if n < size and _fits(n, heads, kv_heads, inputs)]
-        remedy = f"use {possible[0]}" if possible else "use 1, or pipeline_parallel"
-        raise ConfigError("tensor_parallel", size, f"{name}: {problem}", remedy)
+@dataclass(frozen=True, slots=True)
+class Divisible:
+    """What of a model must be shared evenly. weights: outputs and inputs of those whose inputs are shared, by name."""
+
+    heads: int
+    kv_heads: int
+    weights: dict[str, tuple[int, int]]
+    device: torch.device
+
+    def problem(self, size: int) -> str | None:
+        """Why so many ranks cannot share it."""
+        if self.heads % size:
+            return f"its {self.heads} attention heads cannot be shared evenly"
+        if self.kv_heads % size and size % self.kv_heads:
+            return f"its {self.kv_heads} key heads can neither be shared evenly nor repeated"
+        for called, (outputs, inner) in self.weights.items():
+            groups = shared_groups(outputs, inner, self.device.type)
+            if groups < size:
+                return (
+                    f"the {inner} inputs of its {called} have {groups} groups on {self.device.type}, fewer than ranks"
+                )
+        return None
+
+    def check(self, name: str, size: int) -> None:
+        problem = self.problem(size)
+        if problem is not None:
+            possible = [fewer for fewer in (4, 2) if fewer < size and self.problem(fewer) is None]
+            remedy = f"use {possible[0]}" if possible else "use 1, or pipeline_parallel"
+            raise ConfigError("tensor_parallel", size, f"{name}: {problem}", remedy)
 
 
-def _fits(size: int, heads: int, kv_heads: int, inputs: dict[str, int]) -> bool:
-    shared = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-    return shared and all(group_count(inner) >= size for inner in inputs.values())
-
-
-def dense_shares(name: str, config: Any, head_dim: int, vocab: int, ranks: Ranks) -> DenseShares:
+def dense_shares(name: str, config: Any, head_dim: int, vocab: int, device: torch.device, ranks: Ranks) -> DenseShares:
     """A rank's share of the model that this configuration describes."""
-    heads = config.num_attention_heads
+    heads, hidden, intermediate = config.num_attention_heads, config.hidden_size, config.intermediate_size
     kv_heads = config.num_key_value_heads or heads
-    inputs = {"attention output": heads * head_dim, "down projection": config.intermediate_size}
-    check_shares(name, ranks.size, heads, kv_heads, inputs)
-    return DenseShares(heads, kv_heads, head_dim, config.intermediate_size, TokenShares(vocab, ranks), ranks)
+    weights = {"attention output": (hidden, heads * head_dim), "down projection": (hidden, intermediate)}
+    Divisible(heads, kv_heads, weights, device).check(name, ranks.size)
+    return DenseShares(heads, kv_heads, head_dim, intermediate, TokenShares(vocab, ranks), ranks)
 
 
 def counted_ranks(ranks: Ranks) -> str:

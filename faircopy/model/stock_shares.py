@@ -19,7 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.kernels.linear import Product, RowParallel, column_product
 from faircopy.kernels.ranks import Ranks
-from faircopy.model.shares import CheckpointParts, Cut, TokenShares, check_shares
+from faircopy.model.shares import CheckpointParts, Cut, Divisible, TokenShares
 
 REMEDY = "use tensor_parallel=1"
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
@@ -31,7 +31,9 @@ _KEYS, _QUERIES = ("k_proj", "v_proj"), ("q_proj",)
 class StockShares:
     """Which parameters of a stock model are cut, and what multiplies with them."""
 
-    def __init__(self, name: str, model: PreTrainedModel, ranks: Ranks, tensors: CheckpointParts) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, ranks: Ranks, tensors: CheckpointParts, device: torch.device
+    ) -> None:
         self.ranks, self._name, self._model, self._tensors = ranks, name, model, tensors
         config = model.config.get_text_config()
         self._tables = _token_tables(model)
@@ -41,7 +43,7 @@ class StockShares:
         self.tokens = TokenShares(int(config.vocab_size), ranks)
         self._precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         self._sources = _sources(model, tensors.names())
-        self._check()
+        self._check(device)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """What this rank keeps of a parameter of this full shape; None: all of it."""
@@ -72,7 +74,7 @@ class StockShares:
         """What multiplies with a parameter, given by its id, or with a part of it such as one expert's."""
         if parameter in self._row_parallel:
             return RowParallel(weight, bias, True, self.ranks)
-        run = column_product(weight, bias)
+        run = column_product(weight, bias, outputs=self._outputs.get(parameter))
         return self.tokens.joined(run) if parameter == self._head else run
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor | None:
@@ -85,6 +87,7 @@ class StockShares:
     def settle(self) -> None:
         """The model's parameters are those it will keep."""
         named = dict(self._model.named_parameters())
+        self._outputs = {id(p): self._shapes[name][-2] for name, p in named.items() if p.ndim > 1}
         self._row_parallel = {id(p) for name, p in named.items() if self._styles[name] == _ROWS}
         self._head = id(self._model.get_output_embeddings().weight)
         self._embedding = id(self._model.get_input_embeddings().weight)
@@ -101,19 +104,19 @@ class StockShares:
             raise UnsupportedModel("model", self._name, f"its tp_plan has {style!r} for {module}", REMEDY)
         return None if style in _WHOLE else style
 
-    def _check(self) -> None:
-        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        inputs = {
-            name.removesuffix(".weight"): shapes[name][-1]
+    def _check(self, device: torch.device) -> None:
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        weights = {
+            name.removesuffix(".weight"): self._shapes[name][-2:]
             for name, style in self._styles.items()
             if style == _ROWS and not name.endswith(".bias")
         }
-        if not inputs:
+        if not weights:
             raise UnsupportedModel("model", self._name, "its tp_plan names no layer that can be shared", REMEDY)
         attends = any(style == _COLUMNS and "q_proj" in name for name, style in self._styles.items())
         size = self.ranks.size
         heads, kv_heads = (self._heads, self._kv_heads) if attends else (size, size)
-        check_shares(self._name, size, heads, kv_heads, inputs)
+        Divisible(heads, kv_heads, weights, device).check(self._name, size)
 
     def _even(self, count: int) -> tuple[int, int]:
         if count % self.ranks.size:
@@ -147,7 +150,7 @@ def stock_share(
     name: str, model: PreTrainedModel, tensors: CheckpointParts, device: torch.device, ranks: Ranks
 ) -> StockShares:
     """Give a model without memory this rank's share of the checkpoint; nothing else of that is read."""
-    shares = StockShares(name, model, ranks, tensors)
+    shares = StockShares(name, model, ranks, tensors, device)
     for parameter, like in list(model.state_dict(keep_vars=True).items()):
         if parameter in model.all_tied_weights_keys:
             continue

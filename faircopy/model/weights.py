@@ -87,6 +87,7 @@ class Source:
     exact: bool  # whether a row's bits must not depend on the rows beside it
     ranks: Ranks | None = None  # who has the other shares of the tensors; None: sums are not made in groups
     whole: Tensors | None = None  # the tensors before they were cut; None: they are not cut
+    whole_spec: Spec | None = None  # the same of the numbers
     part: Stage | None = None  # the layers that are read; None: all
 
     @property
@@ -98,7 +99,7 @@ class Source:
 class Products(Generic[P]):
     """How a decoder turns a weight, its bias and `Source.exact` into a product."""
 
-    linear: Callable[[Tensor, Tensor | None, bool], P]
+    linear: Callable[[Tensor, Tensor | None, bool, int], P]  # and how many outputs all ranks' weights have
     gated: Callable[[Tensor, Tensor | None, bool], Product]  # of gate and up: x -> activation(gate) * up
     rows: Callable[[Tensor, Tensor | None, bool], P]  # of attention's output and down: ranks may share their inputs
 
@@ -182,7 +183,7 @@ class Weights(Generic[P]):
         """Logits of the whole vocabulary, whichever ranks make them."""
         own, tensors = self.source.tensors("lm_head.weight"), self.source.tensors
         rows = self._need("model.embed_tokens.weight") if own is None else own
-        head: Product = self._products.linear(rows, tensors("lm_head.bias"), self.source.exact)
+        head: Product = self._products.linear(rows, tensors("lm_head.bias"), self.source.exact, self.source.vocab)
         self.head_bytes = rows.nbytes
         if own is None and isinstance(head, PackedWeight):
             self._shared = head
@@ -192,10 +193,12 @@ class Weights(Generic[P]):
         return _needed(self.source.tensors, name)
 
     def _layer(self, i: int) -> LayerWeights[P]:
-        at, tensors = f"model.layers.{i}.", self.source.tensors
+        at, tensors, whole = f"model.layers.{i}.", self.source.tensors, self.source.whole_spec or self.spec
         return LayerWeights(
             qkv=self._products.linear(
-                *self._joined(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")), self.source.exact
+                *self._joined(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+                self.source.exact,
+                (whole.heads + 2 * whole.kv_heads) * whole.head_dim,
             ),
             out=self._products.rows(*self._joined(at + "self_attn.", "o_proj", ()), self.source.exact),
             gate_up=self._gate_up(at + "mlp."),

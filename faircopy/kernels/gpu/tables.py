@@ -78,9 +78,7 @@ def rounded(rows: int) -> int:
 
 
 @cache
-def ruled_tile(
-    rule: tuple[tuple[Tile, float, float], ...], rows: int, outputs: int, inner: int, groups: int
-) -> Tile:
+def ruled_tile(rule: tuple[tuple[Tile, float, float], ...], rows: int, outputs: int, inner: int, groups: int) -> Tile:
     """The tile of which the rule expects the least time."""
 
     def microseconds(candidate: tuple[Tile, float, float]) -> float:
