@@ -260,21 +260,16 @@ def shared(path: str, size: int) -> Model:
     return load_model(path, torch.float32, CPU, ranks=Share(0, size))
 
 
-def children() -> list[int]:
-    """Processes that this one has started and that run."""
-    own = f"/proc/{os.getpid()}/task"
-    return [int(pid) for task in os.listdir(own) for pid in Path(own, task, "children").read_text().split()]
-
-
 def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str]) -> None:
     """Through LLM, whose answers are those of one rank before; idle, and in the middle of an answer."""
-    before, prompts = set(children()), [list(request.prompt) for request in requests(4)]
+    prompts = [list(request.prompt) for request in requests(4)]
     options: dict[str, Any] = {"cache_memory": "8MiB", "threads": 1}
     llm = LLM(folder("dense"), "ngram", k=2, tensor_parallel=2, **options)
     one = LLM(folder("dense"), k=2, k_groups=True, **options)
     assert [a.token_ids for a in llm.generate(prompts)] == [a.token_ids for a in one.generate(prompts)]
     assert "2 ranks" in llm.explain()["backend"]
-    (worker,) = set(children()) - before
+    assert isinstance(llm.model, ParallelModel)
+    (worker,) = llm.model.group.pids
     answers = llm.answers(prompts * 8, SamplingParams(max_tokens=400))
     threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
     begin = time.monotonic()
@@ -286,12 +281,11 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str])
 
 
 def test_ranks_end_with_rank_0() -> None:
-    script = "import torch; from faircopy.parallel.launch import start_ranks; import os, time\n"
-    script += "group = start_ranks(2, torch.device('cpu')); print(os.getpid(), flush=True); time.sleep(60)"
+    script = "import torch; from faircopy.parallel.launch import start_ranks; import time\n"
+    script += "group = start_ranks(2, torch.device('cpu')); print(*group.pids, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=PIPE, stderr=PIPE, text=True) as first:
         assert first.stdout is not None and first.stderr is not None
-        first.stdout.readline()
-        (worker,) = map(int, Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
+        worker = int(first.stdout.readline())
         first.kill()
         begin = time.monotonic()
         while Path(f"/proc/{worker}").exists() and time.monotonic() - begin < 10:

@@ -22,7 +22,7 @@ def group_count(inner: int, outputs: int = 0) -> int:
 
 
 def shared_groups(outputs: int, inner: int, device: str) -> int:
-    """Groups of a weight whose inputs ranks may share. On a CPU no other weights have any, and up to eight ranks may."""
+    """Groups of a weight whose inputs ranks may share: on a CPU, where other weights have none, enough for eight."""
     if device != "cpu":
         return group_count(inner, outputs)
     return next(groups for groups in (8, 4, 2, 1) if groups == 1 or inner % (groups * GRAIN) == 0)

@@ -37,6 +37,7 @@ class Group:
         self.rank, self.size, self.device = rank, size, device
         self.ended: Callable[[], dict[int, int]] = dict
         self.close: Callable[[], object] = lambda: None  # ends the other ranks
+        self.pids: list[int] = []  # of the other ranks' processes; known to rank 0 alone
         self.models = 0  # loaded so far
         self._numbers = count()
         self._failed: RankError | None = None

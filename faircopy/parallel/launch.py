@@ -32,6 +32,7 @@ def start_ranks(size: int, device: torch.device) -> Group:
         raise
     group.ended = lambda: _ended(started)
     group.close = finalize(group, _end, started)
+    group.pids = [process.pid for process in started.values()]
     return group
 
 

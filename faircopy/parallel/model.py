@@ -33,7 +33,7 @@ class SharedModel:
 
     def __init__(self, group: Group, order: Load) -> None:
         group.post([order])
-        self._group, self._own, self._index = group, load_share(group, order), group.models
+        self.group, self._own, self._index = group, load_share(group, order), group.models
         group.models += 1
         own = self._own
         self.backend, self.name, self.vocab, self.context = own.backend, own.name, own.vocab, own.context
@@ -52,13 +52,13 @@ class SharedModel:
     def release_weights(self) -> None:
         """Free the stock copies of packed weights, on every rank."""
         if isinstance(self._own, TransformersModel):
-            self._group.post([Release(self._index)])
+            self.group.post([Release(self._index)])
             self._own.release_weights()
 
     def _number(self, cache: PagedLayout) -> int:
         """Of a cache; that of a new one is made on every rank before the next pass, and dropped after its end."""
         if cache not in self._numbers:
-            number, waiting = self._group.new_number(), self._waiting
+            number, waiting = self.group.new_number(), self._waiting
             self._numbers[cache] = number
             waiting.append(NewCache(number, self._index, cache.tables.pool.pages, cache.tables.page, cache.exact))
             cache.on_move = lambda source, target: waiting.append(Move(number, source, target))
@@ -69,14 +69,14 @@ class SharedModel:
         """Tell the other ranks of a pass, and of what happened to caches since the last one."""
         assert isinstance(cache, PagedLayout), "the other ranks have pages"
         run = Run(self._index, self._number(cache), packed, wants)
-        self._group.post([*self._waiting, run])
+        self.group.post([*self._waiting, run])
         self._waiting.clear()
         return cache
 
     def _left(self, error: BaseException) -> None:
         """A pass was left before its end, by an interrupt for example: the others are in the middle of it."""
         if not isinstance(error, RankError):
-            self._group.fail(0, f"it left a pass before its end ({type(error).__name__})")
+            self.group.fail(0, f"it left a pass before its end ({type(error).__name__})")
 
 
 class ParallelModel(SharedModel):
@@ -86,7 +86,7 @@ class ParallelModel(SharedModel):
         """Logits of the wanted rows [R, vocab]."""
         pages = self._announced(packed, cache)
         try:
-            return run_share(self._group, self._own, packed, pages, taps)
+            return run_share(self.group, self._own, packed, pages, taps)
         except BaseException as error:
             self._left(error)
             raise
@@ -97,7 +97,7 @@ class Pipeline(SharedModel):
 
     @property
     def stages(self) -> int:
-        return self._group.size
+        return self.group.size
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
@@ -113,7 +113,7 @@ class Pipeline(SharedModel):
         pages = self._announced(packed, cache, wants)
         assert isinstance(self._own, Decoder), "pipelines are made of our decoder"
         try:
-            run_stage(self._group, self._own, packed, pages, wants)
+            run_stage(self.group, self._own, packed, pages, wants)
         except BaseException as error:
             self._left(error)
             raise
@@ -121,7 +121,7 @@ class Pipeline(SharedModel):
 
     def _result(self) -> PassResult:
         try:
-            found: PassResult = self._group.fetch(self._group.size - 1, STATES)
+            found: PassResult = self.group.fetch(self.group.size - 1, STATES)
             return found
         except BaseException as error:
             self._left(error)
