@@ -6,8 +6,8 @@ The target is the bundled one, widened to about a hundred million parameters; th
 batch is measured in four ways in turn, with and without drafts: in one process; in a pipeline with one pass at a time,
 as published; and with as many passes under way as there are stages. Every text is compared with that of one process.
 
-Rates are tokens a second of wall time, and `bound`: by the processor time of the busiest process, or that of all of them
-divided by the passes under way, if that is longer. A pipeline comes to its bound with a free core for every stage.
+Rates are tokens a second of wall time, and `bound`: by the processor time of the busiest process, or that of all of
+them divided by the passes under way, if that is longer: what a pipeline comes to with a free core for every stage.
 """
 
 from __future__ import annotations

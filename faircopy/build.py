@@ -27,10 +27,11 @@ from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.measured_costs import cost_table
+from faircopy.measured_costs import cost_table, known_costs
 from faircopy.memory import page_count
 from faircopy.model.anatomy import file_states, identity, is_head
 from faircopy.model.base import Model
+from faircopy.model.decoder import Decoder
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
@@ -54,7 +55,7 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
     """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
     if isinstance(target, str):
         target = _loaded_once(target, config)
-    elif config.ranks > 1:
+    elif config.ranks > 1 and not isinstance(target, SharedModel):
         named = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
         problem = "each rank reads its share, and needs the path of a checkpoint"
         raise ConfigError(named, config.ranks, problem, f"pass a folder or a hub id as {field}")
@@ -126,12 +127,23 @@ def load_draft(
     if isinstance(draft, str) and is_head(draft):
         return None, load_head(draft, target, config.draft_levels)
     model = load_target(draft, replace(config, tensor_parallel=1, pipeline_parallel=1, k_groups=False), "draft")
+    if isinstance(target, ParallelModel) and isinstance(draft, str) and _split_pays(target, model, config):
+        model = ParallelModel(target.group, Load(draft, model.dtype, config.exact, torch.get_num_threads()))
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
     difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
     if difference:
         problem = f"draft and target have different vocabularies: {difference}"
         raise ConfigError("draft", model.name, problem, "use a draft with the target's tokenizer")
     return None, model
+
+
+def _split_pays(target: ParallelModel, draft: Model, config: EngineConfig) -> bool:
+    """Whether measured costs say that a draft model is faster on all ranks; without any it stays on rank 0."""
+    known = known_costs(target, draft)
+    if known is None or not known.draft.points or not isinstance(draft, Decoder):
+        return False
+    rows = config.max_batch
+    return target.split_pays(known.draft(rows), len(draft.layers), rows, draft.spec.hidden)
 
 
 def build_engine(

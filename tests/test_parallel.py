@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from faircopy import LLM, SamplingParams
+from faircopy import LLM, SamplingParams, build
 from faircopy.config import EngineConfig
+from faircopy.costs import CostTable, Curve
 from faircopy.errors import ConfigError, RankError, UnsupportedModel
 from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import kv_bytes_per_token
@@ -170,6 +171,19 @@ def test_every_stage_of_a_pipeline_has_a_pass(folder: Callable[..., str], group:
         engine.step()
         engine.tables.check()
     assert all(w == e for w, e, seq in zip(written(seqs), expected, seqs, strict=True) if seq is not taking_part[0])
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 10.0], ids=["cheap", "expensive"])
+def test_a_draft_model_is_shared_if_its_measured_cost_says_so(
+    folder: Callable[..., str], group: Group, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = Curve(((1, seconds), (64, seconds)))
+    monkeypatch.setattr(build, "known_costs", lambda target, draft: CostTable(curve, curve))
+    target = ParallelModel(group, Load(folder("dense"), torch.float32, True, 1))
+    _, draft = build.load_draft(folder("dense", 1), target, None, EngineConfig(threads=1))
+    assert isinstance(draft, ParallelModel) == (seconds > 1)
+    expected = alone(folder("dense"), torch.float32, True)
+    assert written(run(engine_of(target, draft=draft, k=3), requests(8))) == expected
 
 
 class Share:

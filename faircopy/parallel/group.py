@@ -86,6 +86,10 @@ class Group:
             self.close()
         return self._failed
 
+    def abort(self) -> None:
+        """A rank has died: what waits for it gets an error."""
+        self._exchange.abort()
+
     def _start_sending(self, parts: list[Tensor], to: list[int], channel: int) -> None:
         while len(self._sent) >= KEPT * self.size:
             for work, _ in self._sent.popleft():

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from weakref import finalize
+from threading import Thread
+from weakref import finalize, ref
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -17,6 +18,7 @@ from faircopy.errors import RankError
 from faircopy.parallel.group import Group
 
 HOST = "127.0.0.1"
+WATCH_S = 0.5  # how often ranks look whether the others are still there
 GRACE = 2.0  # seconds in which a rank that is told to may end by itself
 
 
@@ -32,8 +34,18 @@ def start_ranks(size: int, device: torch.device) -> Group:
         raise
     group.ended = lambda: _ended(started)
     group.close = finalize(group, _end, started)
+    Thread(target=_watch, args=(ref(group), started), daemon=True).start()
     group.pids = [process.pid for process in started.values()]
     return group
+
+
+def _watch(group: ref[Group], started: dict[int, subprocess.Popen[bytes]]) -> None:
+    """Until a rank has ended; rank 0 may wait for it in a way that the system does not end."""
+    while not _ended(started):
+        time.sleep(WATCH_S)
+    known = group()
+    if known is not None:
+        known.abort()
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

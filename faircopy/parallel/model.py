@@ -20,8 +20,10 @@ from faircopy.parallel.shards import (
     Move,
     NewCache,
     Order,
+    Rehearse,
     Release,
     Run,
+    exchange_seconds,
     load_share,
     run_share,
     run_stage,
@@ -81,6 +83,13 @@ class SharedModel:
 
 class ParallelModel(SharedModel):
     """A model each of whose layers is shared by all ranks."""
+
+    def split_pays(self, seconds: float, layers: int, rows: int, width: int) -> bool:
+        """Whether another model's pass of this many seconds is faster if these ranks share it, exchanges included."""
+        order = Rehearse(rows, width, times=5)
+        self.group.post([order])
+        exchanges = (2 * layers + 3) * exchange_seconds(self.group, order)
+        return seconds / self.group.size + exchanges < seconds
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""

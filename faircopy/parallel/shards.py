@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,7 +48,17 @@ class NewCache(NamedTuple):
 
 
 class DropCache(NamedTuple):
+    """Free a cache."""
+
     cache: int
+
+
+class Rehearse(NamedTuple):
+    """Gather tensors of this size some times, so that rank 0 can time it."""
+
+    rows: int
+    width: int
+    times: int
 
 
 class Move(NamedTuple):
@@ -67,7 +78,7 @@ class Run(NamedTuple):
     wants: tuple[int, ...] = ()  # hidden states that rank 0 wants of a pipeline
 
 
-Order = Load | Release | NewCache | DropCache | Move | Run
+Order = Load | Release | NewCache | DropCache | Move | Run | Rehearse
 
 
 class Shards:
@@ -84,6 +95,7 @@ class Shards:
             DropCache: lambda order: self._caches.pop(order.cache),
             Move: lambda order: self._caches[order.cache].move(order.source, order.target),
             Run: self._run,
+            Rehearse: lambda order: exchange_seconds(self.group, order),
         }
 
     def serve(self) -> None:
@@ -118,6 +130,16 @@ def load_share(group: Group, order: Load) -> Model:
     if order.pipeline:
         return load_stage(order.path, order.dtype, group.device, order.exact, group.rank, group.size)
     return load_model(order.path, order.dtype, group.device, order.exact, ranks=group)
+
+
+def exchange_seconds(group: Group, order: Rehearse) -> float:
+    """What gathering takes, at best."""
+    x, found = torch.zeros(order.rows, order.width, device=group.device), []
+    for _ in range(order.times):
+        begin = time.perf_counter()
+        group.gather(x).sum().item()  # waits for a GPU
+        found.append(time.perf_counter() - begin)
+    return min(found)
 
 
 def run_stage(group: Group, model: Decoder, packed: Packed, cache: PagedLayout, wants: tuple[int, ...]) -> None:

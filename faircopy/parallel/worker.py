@@ -12,10 +12,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from faircopy.errors import FaircopyError, RankError
 from faircopy.parallel.group import LOST, Group
-from faircopy.parallel.launch import HOST, rank_device, ready_key
+from faircopy.parallel.launch import HOST, WATCH_S, rank_device, ready_key
 from faircopy.parallel.shards import Shards
-
-WATCH_S = 0.5  # how often a rank looks whether rank 0 is still there
 
 
 def main(rank: int, size: int, port: int, device: torch.device, parent: int) -> None:
