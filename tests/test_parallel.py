@@ -142,7 +142,7 @@ def test_tensor_parallel_writes_the_bits_of_one_rank(
     whole, text = load_model(folder(name), dtype, CPU, ranks=OneRank()), list(range(3, 40))
     assert torch.equal(cacheless(model)(text), cacheless(whole)(text)), "logits differ in bits"
     compare(model, folder(name), groups=True)
-    if name != "tied" and dtype == torch.float32:
+    if dtype == torch.float32 and (name == "dense" or (name == "moe" and group.size == 2)):
         compare_heads(model, folder(name), groups=True)
 
 
