@@ -2,6 +2,7 @@
 
 python -m benchmarks.tensor_parallel [--shapes qwen3-8b qwen3-32b] [--out FILE]     # tables; times are a projection
 python -m benchmarks.tensor_parallel --device cuda [--ranks 2] [--out FILE]         # ranks on one device, bit for bit
+python -m benchmarks.tensor_parallel --groups [--out FILE]       # what sums in K groups cost one process on a CPU
 
 The sizes are checked against what a small model sends. The times are no measurement: an exchange takes LATENCY, which
 is published for a one-shot all-reduce of 0.5 MB (vLLM #24111), and the time in which the bytes of all other ranks pass
@@ -16,19 +17,24 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from faircopy import bundled
 from faircopy.bench.record import write
 from faircopy.bench.shapes import SHAPES
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.kernels.ranks import OneRank
+from faircopy.layout.base import Packed
+from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model
+from faircopy.model.trial import scene
 from faircopy.parallel.launch import start_ranks
 from faircopy.parallel.model import ParallelModel
 from faircopy.parallel.shards import Load
@@ -158,19 +164,40 @@ def compared(path: str, device: torch.device, size: int) -> Iterator[dict[str, A
     group.close()
 
 
+@torch.no_grad()
+def grouped(repeats: int = 60) -> Iterator[dict[str, Any]]:
+    """Processor time of a pass of the bundled target with sums in K groups over one without, in turns."""
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        models = [load_model(bundled.target(), dtype, cpu, ranks=ranks) for ranks in (None, OneRank())]
+        for rows in (1, 8, 40):
+            scenes = [scene(model, rows, 1, 128) for model in models]
+            turns = [[_seconds(m, *s) for m, s in zip(models, scenes, strict=True)] for _ in range(repeats)]
+            yield {"dtype": str(dtype), "rows": rows, "over_plain": median(groups / plain for plain, groups in turns)}
+
+
+def _seconds(model: Model, layout: PagedLayout, packed: Packed) -> float:
+    begin = time.process_time()
+    model.forward(packed, layout)
+    return time.process_time() - begin
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=["qwen3-8b", "qwen3-32b"], choices=sorted(SHAPES))
     parser.add_argument("--device")
+    parser.add_argument("--groups", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = small_checkpoint(folder)
-        if args.device is None:
+        if args.device is not None:
+            found = compared(path, torch.device(args.device), args.ranks)
+        else:
             check_sizes(path)
-        found = table(args.shapes) if args.device is None else compared(path, torch.device(args.device), args.ranks)
+            found = grouped() if args.groups else table(args.shapes)
         for row in found:
             rows.append(row)
             print({name: round(v, 3) if isinstance(v, float) else v for name, v in row.items()}, flush=True)

@@ -39,9 +39,16 @@ from faircopy.parallel.shards import Load
 from faircopy.testing import Plain, ScriptedDrafter, cacheless
 from faircopy.types import Request, Sequence
 from tests.helpers import CPU, HEADS, engine_of, head_for, mixed, random_prompts, run, scripted
-from tests.zoo import BASE, make_config
+from tests.zoo import BASE, SUPPORTED, make_config
 
-WIDTHS = {**BASE, "vocab_size": 200, "hidden_size": 128, "num_attention_heads": 8, "head_dim": 32}
+WIDTHS = {
+    **BASE,
+    "vocab_size": 200,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+}
 DENSE = {"intermediate_size": 512, "attention_bias": True, "mlp_bias": True}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,17 +71,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     @cache
     def made(name: str, seed: int = 0) -> str:
-        path = tmp_path_factory.mktemp(name)
-        torch.manual_seed(seed)
-        model_type, options = MODELS[name]
-        model = AutoModelForCausalLM.from_config(make_config(model_type, options, WIDTHS))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(0.1 * torch.randn(parameter.shape) + (parameter.ndim == 1))
-        model.save_pretrained(path)
-        return str(path)
+        return saved(tmp_path_factory.mktemp(name), *MODELS[name], seed)
 
     return made
+
+
+def saved(path: Path, model_type: str, options: dict[str, Any], seed: int = 0) -> str:
+    """A random model of these widths; experts get as many groups as other layers."""
+    torch.manual_seed(seed)
+    wide = {
+        name: 256 if name.endswith("_intermediate_size") and value == 48 else value for name, value in options.items()
+    }
+    model = AutoModelForCausalLM.from_config(make_config(model_type, wide, WIDTHS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape) + (parameter.ndim == 1))
+    model.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -184,6 +197,38 @@ def test_a_draft_model_is_shared_if_its_measured_cost_says_so(
     assert isinstance(draft, ParallelModel) == (seconds > 1)
     expected = alone(folder("dense"), torch.float32, True)
     assert written(run(engine_of(target, draft=draft, k=3), requests(8))) == expected
+
+
+STOCK = (
+    "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "granitemoe", "gemma2", "gemma3", "phi", "starcoder2",
+    "gpt_neox", "nemotron", "exaone4",
+)  # fmt: skip
+
+
+@pytest.mark.skipif("FAIRCOPY_LONG_TESTS" not in os.environ, reason="a minute")
+def test_stock_models_are_shared_by_their_plan(tmp_path: Path) -> None:
+    group = start_ranks(2, CPU)
+    for name in STOCK:
+        path = saved(tmp_path / name, *SUPPORTED[name])
+        for dtype in DTYPES:
+            model = ParallelModel(group, Load(path, dtype, True, 1))
+            whole, text = load_model(path, dtype, CPU, ranks=OneRank()), list(range(3, 40))
+            assert torch.equal(cacheless(model)(text), cacheless(whole)(text)), f"{name} {dtype}"
+            compare(model, path, groups=True)
+    group.close()
+
+
+@pytest.mark.skipif("FAIRCOPY_LONG_TESTS" not in os.environ, reason="half a minute")
+def test_eight_ranks_write_the_bits_of_one(folder: Callable[..., str]) -> None:
+    group = start_ranks(8, CPU)
+    dense = saved(Path(folder("dense") + "-8"), "llama", {**DENSE, "head_dim": 64})
+    for path in (
+        dense,
+        saved(Path(folder("moe") + "-8"), "qwen3_moe", {**MOE, "moe_intermediate_size": 512, "head_dim": 64}),
+    ):
+        for dtype in DTYPES:
+            compare(ParallelModel(group, Load(path, dtype, True, 1)), path, groups=True)
+    group.close()
 
 
 class Share:

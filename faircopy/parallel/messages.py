@@ -11,13 +11,14 @@ from torch import Tensor
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors travel as arrays of bytes on the host."""
+    """Tensors travel as arrays of bytes on the host; those of a device go to the receiver's."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return torch.device if isinstance(value, torch.device) else None
         host = value.detach().cpu().contiguous()
-        return host.view(-1).view(torch.uint8).numpy(), str(host.dtype).removeprefix("torch."), tuple(host.shape)
+        kind = str(host.dtype).removeprefix("torch.")
+        return host.view(-1).view(torch.uint8).numpy(), kind, tuple(host.shape), value.device.type == "cpu"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -28,8 +29,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if pid is torch.device:
             return self._device
-        numbers, kind, shape = pid
-        return torch.from_numpy(numbers).view(getattr(torch, kind)).view(shape).to(self._device)
+        numbers, kind, shape, on_host = pid
+        found = torch.from_numpy(numbers).view(getattr(torch, kind)).view(shape)
+        return found if on_host else found.to(self._device)
 
 
 def to_bytes(message: Any) -> bytes:
