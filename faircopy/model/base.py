@@ -102,3 +102,11 @@ class PipelinedModel(Protocol):
 
     def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
         """Begin a pass; what is returned waits for its end."""
+
+
+@runtime_checkable
+class StageModel(Model, Protocol):
+    """Some of a model's layers, which one rank of a pipeline runs."""
+
+    def run_stage(self, x: Tensor | None, packed: Packed, cache: Cache, taps: Taps) -> Tensor:
+        """What leaves these layers [T, hidden]; of the last ones, logits [R, vocab]. x: what enters, None: the ids."""

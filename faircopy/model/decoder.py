@@ -64,6 +64,11 @@ class Decoder:
         """Logits of the wanted rows [R, vocab]."""
         return self.logits(self.run_layers(self.embed(packed), packed, cache, taps), packed, taps)
 
+    def run_stage(self, x: Tensor | None, packed: Packed, cache: Cache, taps: Taps) -> Tensor:
+        """What leaves the layers that are here; of the last ones, logits. x: what enters, None: the ids."""
+        x = self.run_layers(self.embed(packed) if x is None else x, packed, cache, taps)
+        return self.logits(x, packed, taps) if self.weights.source.stage.last else x
+
     def embed(self, packed: Packed) -> Tensor:
         """What enters the first layer [T, hidden]."""
         x = self.weights.embed(packed.ids)

@@ -17,7 +17,7 @@ from torch import Tensor
 from faircopy.errors import CheckpointError, ConfigError, FaircopyError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.ranks import Ranks
-from faircopy.model.base import Model
+from faircopy.model.base import Model, StageModel
 from faircopy.model.decoder import Decoder, eager_weights
 from faircopy.model.shares import Cut, DenseShares, dense_shares, padded
 from faircopy.model.weights import FAMILIES, DenseModel, Source, Stage, Tensors, decoder_spec, head_size
@@ -138,22 +138,36 @@ def _shared_decoder(
 
 def load_stage(
     path: str, dtype: torch.dtype | None, device: torch.device, exact: bool, rank: int, size: int
-) -> Decoder:
-    """A rank's layers of a pipeline, on our decoder."""
+) -> StageModel:
+    """A rank's layers of a pipeline."""
     folder = find_checkpoint(path)
     config = load_config(folder)
-    if not fits_decoder(config):
-        problem = f"{config.model_type} runs on the transformers backend, whose layers are not split"
-        raise ConfigError("pipeline_parallel", size, f"{path}: {problem}", "use tensor_parallel")
     kind = dtype or native_dtype(checkpoint_dtype(config), device)
     tensors = CheckpointTensors(folder, kind, device)
-    _check_tensors(path, config, tensors)
-    spec, context = decoder_spec(config, *rope_frequencies(config)), config.max_position_embeddings
-    stage = stage_of(path, len(spec.windows), rank, size)
-    model = Decoder(eager_weights(Source(path, spec, tensors, config.vocab_size, context, kind, exact, part=stage)))
-    model.backend = f"eager decoder, pipeline of {size}"
+    stage = stage_of(path, config.num_hidden_layers, rank, size)
+    make = _decoder_stage if fits_decoder(config) else _stock_stage
+    model = make(path, config, tensors, kind, exact, stage)
+    model.backend = f"{model.backend}, pipeline of {size}"
     tensors.close()
     return model
+
+
+def _decoder_stage(
+    name: str, config: Any, tensors: CheckpointTensors, dtype: torch.dtype, exact: bool, stage: Stage
+) -> StageModel:
+    _check_tensors(name, config, tensors)
+    spec, context = decoder_spec(config, *rope_frequencies(config)), config.max_position_embeddings
+    return Decoder(eager_weights(Source(name, spec, tensors, config.vocab_size, context, dtype, exact, part=stage)))
+
+
+def _stock_stage(
+    name: str, config: Any, tensors: CheckpointTensors, dtype: torch.dtype, exact: bool, stage: Stage
+) -> StageModel:
+    from faircopy.model.stock_stage import StockStage
+    from faircopy.model.transformers_backend import check_static
+
+    check_static(name, config, _model_class(name, config))
+    return StockStage(name, stock_skeleton(config, dtype), tensors, exact, stage)
 
 
 def stage_of(name: str, depth: int, rank: int, size: int) -> Stage:
@@ -324,11 +338,12 @@ def _load_transformers(
     check_static(name, config, _model_class(name, config))
     if ranks is None:
         return TransformersModel(name, load_stock(name, dtype, device), exact)
+    from faircopy.model.stock_reader import StockReader
     from faircopy.model.stock_shares import stock_share
 
     model = stock_skeleton(config, dtype)
     tensors = CheckpointTensors(folder, dtype, device)
-    shares = stock_share(name, model, tensors, device, ranks)
+    shares = stock_share(name, model, StockReader(name, model, tensors), device, ranks)
     tensors.close()
     return TransformersModel(name, model.eval().requires_grad_(False), exact, shares)
 

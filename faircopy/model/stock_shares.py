@@ -6,43 +6,38 @@ Only the names of the plan are used. What a plan does not name is whole on every
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from faircopy.errors import CheckpointError, UnsupportedModel
+from faircopy.errors import UnsupportedModel
 from faircopy.kernels.linear import Product, RowParallel, column_product
 from faircopy.kernels.ranks import Ranks
-from faircopy.model.shares import CheckpointParts, Cut, Divisible, TokenShares
+from faircopy.model.shares import Cut, Divisible, TokenShares
+from faircopy.model.stock_reader import StockReader, make_buffers, put
 
 REMEDY = "use tensor_parallel=1"
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
 _TOKENS = "tokens"
 _WHOLE = {"replicated_with_grad_allreduce", "moe_tp_experts"}
-_KEYS, _QUERIES = ("k_proj", "v_proj"), ("q_proj",)
+_KEYS = ("k_proj", "v_proj")
 
 
 class StockShares:
     """Which parameters of a stock model are cut, and what multiplies with them."""
 
     def __init__(
-        self, name: str, model: PreTrainedModel, ranks: Ranks, tensors: CheckpointParts, device: torch.device
+        self, name: str, model: PreTrainedModel, ranks: Ranks, reader: StockReader, device: torch.device
     ) -> None:
-        self.ranks, self._name, self._model, self._tensors = ranks, name, model, tensors
+        self.ranks, self._name, self._model, self._reader = ranks, name, model, reader
         config = model.config.get_text_config()
         self._tables = _token_tables(model)
         self._styles = {name: self._style(name) for name, _ in model.named_parameters()}
         self._heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         self.tokens = TokenShares(int(config.vocab_size), ranks)
-        self._precise = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-        self._sources = _sources(model, tensors.names())
         self._check(device)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
@@ -59,16 +54,9 @@ class StockShares:
             return Cut(0, (self._keys(shape[0]) if module in _KEYS else self._even(shape[0]),))
         return None
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
-        """A parameter, or this rank's part of it."""
-        if name not in self._sources:
-            raise CheckpointError("model", self._name, f"tensor {name} is missing", "fetch the checkpoint again")
-        precise = any(part in self._precise for part in name.split("."))
-        return _read(self._tensors, self._sources[name], cut, torch.float32 if precise else None)
-
     def whole(self, weight: Tensor) -> Tensor:
         """A parameter as it was before it was cut."""
-        return self.read(next(name for name, p in self._model.named_parameters() if p is weight))
+        return self._reader(next(name for name, p in self._model.named_parameters() if p is weight))
 
     def product(self, parameter: int, weight: Tensor, bias: Tensor | None) -> Product:
         """What multiplies with a parameter, given by its id, or with a part of it such as one expert's."""
@@ -138,100 +126,18 @@ def _token_tables(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if any(module is table for table in tables)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a parameter lies in the checkpoint: as it is, or in pieces, one list per expert."""
-
-    pieces: list[list[str]]
-    merged: bool
-
-
 def stock_share(
-    name: str, model: PreTrainedModel, tensors: CheckpointParts, device: torch.device, ranks: Ranks
+    name: str, model: PreTrainedModel, reader: StockReader, device: torch.device, ranks: Ranks
 ) -> StockShares:
     """Give a model without memory this rank's share of the checkpoint; nothing else of that is read."""
-    shares = StockShares(name, model, ranks, tensors, device)
+    shares = StockShares(name, model, ranks, reader, device)
     for parameter, like in list(model.state_dict(keep_vars=True).items()):
         if parameter in model.all_tied_weights_keys:
             continue
         trained = isinstance(like, nn.Parameter)
         cut = shares.cut(parameter, tuple(like.shape)) if trained else None
-        _put(model, parameter, shares.read(parameter, cut), trained)
+        put(model, parameter, reader(parameter, cut), trained)
     model.tie_weights()
-    _make_buffers(name, model, device)
+    make_buffers(name, model, device)
     shares.settle()
     return shares
-
-
-def _put(model: PreTrainedModel, name: str, tensor: Tensor, trained: bool) -> None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    if trained:
-        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[last] = tensor
-    getattr(module, last)._is_hf_initialized = True
-
-
-def _read(tensors: CheckpointParts, source: _Source, cut: Cut | None, dtype: torch.dtype | None) -> Tensor:
-    """A parameter, or this rank's part of it, put together from its pieces."""
-    if not source.merged:
-        return _one(tensors, source.pieces[0][0], cut, dtype)
-    inner = None if cut is None else Cut(cut.dim - 1, cut.ranges[:1])  # of an expert's own weight, the same of each
-    return torch.stack(
-        [torch.cat([_one(tensors, piece, inner, dtype) for piece in expert]) for expert in source.pieces]
-    )
-
-
-def _one(tensors: CheckpointParts, name: str, cut: Cut | None, dtype: torch.dtype | None) -> Tensor:
-    found = tensors(name, dtype) if cut is None else tensors.part(name, cut, dtype)
-    assert found is not None, f"{name} was listed"
-    return found
-
-
-def _sources(model: PreTrainedModel, stored: list[str]) -> dict[str, _Source]:
-    """Where each parameter lies, by transformers' own table of how checkpoints of this type are stored."""
-    found = {one: _Source([[one]], False) for one in stored}
-    for rule in get_model_conversion_mapping(model):
-        if isinstance(rule, WeightConverter):
-            found |= dict(_merged(rule, found))
-        else:
-            for pattern, target in zip(rule.source_patterns, rule.target_patterns, strict=True):
-                found |= {re.sub(_regex(pattern), target, one): source for one, source in found.items()}
-    return found
-
-
-def _merged(rule: WeightConverter, stored: dict[str, _Source]) -> Iterator[tuple[str, _Source]]:
-    """Experts that are stored one by one, by the parameter that holds them all."""
-    kinds = [type(operation) for operation in rule.operations]
-    if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or len(rule.target_patterns) != 1:
-        return
-    experts: dict[str, dict[int, list[str]]] = {}
-    for pattern in rule.source_patterns:
-        regex = re.compile(_regex(pattern).replace(r"\*", r"(\d+)"))
-        for one, source in stored.items():
-            match = regex.search(one)
-            if match is not None:
-                target = one[: match.start()] + rule.target_patterns[0] + one[match.end() :]
-                experts.setdefault(target, {}).setdefault(int(match[1]), []).extend(source.pieces[0])
-    for target, pieces in experts.items():
-        yield target, _Source([pieces[expert] for expert in sorted(pieces)], True)
-
-
-def _regex(pattern: str) -> str:
-    """transformers writes some patterns as regular expressions and some plainly."""
-    return pattern if "\\" in pattern else re.escape(pattern)
-
-
-def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that no checkpoint holds, such as the frequencies of rope: as transformers makes them."""
-    for module in model.modules():
-        missing = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for key in missing:
-            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
-        if missing:
-            with torch.no_grad():
-                model._init_weights(module)
-    left = [key for key, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
-    if left:
-        raise UnsupportedModel("model", name, f"its {left[0]} is not in the checkpoint", REMEDY)

@@ -71,8 +71,15 @@ class TransformersModel:
 
     backend = "transformers"
 
-    def __init__(self, name: str, model: PreTrainedModel, exact: bool, shares: StockShares | None = None) -> None:
-        """shares: how the model is cut, if it is one rank's share."""
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        exact: bool,
+        shares: StockShares | None = None,
+        layers: int | None = None,
+    ) -> None:
+        """shares: how the model is cut, if it is one rank's share. layers: that attend; None: all."""
         config = model.config.get_text_config()
         check_static(name, config, type(model))
         self.name, self.vocab, self.context = name, int(config.vocab_size), context_length(config)
@@ -84,7 +91,7 @@ class TransformersModel:
         self._one_at_a_time = Lock()  # several LLMs may share this model, and hooks belong to a forward
         _switch(name, model, ATTENTION)
         try:
-            probe = self._probe(config.num_hidden_layers)
+            probe = self._probe(layers or config.num_hidden_layers)
         except RuntimeError as error:
             if shares is None:
                 raise
@@ -202,7 +209,8 @@ class TransformersModel:
                 if self._mode is not None and self._mode.packed_copy(parameter) is not None:
                     rows.add(id(parameter))
         head = self._model.get_output_embeddings()
-        kept = set() if head is None or id(head.weight) in rows else {id(head.weight)}
+        weight = getattr(head, "weight", None)  # a stage of a pipeline has no head
+        kept = set() if weight is None or id(weight) in rows else {id(weight)}
         return {
             parameter
             for parameter, kinds in owners.items()

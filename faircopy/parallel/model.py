@@ -10,8 +10,7 @@ from torch import Tensor
 from faircopy.errors import RankError
 from faircopy.layout.base import Cache, Packed
 from faircopy.layout.paged import PagedLayout
-from faircopy.model.base import PassResult, Taps, TokenWeights
-from faircopy.model.decoder import Decoder
+from faircopy.model.base import PassResult, StageModel, Taps, TokenWeights
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel.group import STATES, Group
 from faircopy.parallel.shards import (
@@ -120,7 +119,7 @@ class Pipeline(SharedModel):
     def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
         """Begin a pass; what is returned waits for its end."""
         pages = self._announced(packed, cache, wants)
-        assert isinstance(self._own, Decoder), "pipelines are made of our decoder"
+        assert isinstance(self._own, StageModel), "pipelines are made of stages"
         try:
             run_stage(self.group, self._own, packed, pages, wants)
         except BaseException as error:

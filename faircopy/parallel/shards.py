@@ -13,8 +13,7 @@ from faircopy.layout.base import Packed
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.model.base import Model, PassResult, Taps
-from faircopy.model.decoder import Decoder
+from faircopy.model.base import Model, PassResult, StageModel, Taps
 from faircopy.model.loader import load_model, load_stage
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel.group import STATES, Group
@@ -87,6 +86,7 @@ class Shards:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._models: list[Model] = []
+        self._stages: set[int] = set()  # which of them are parts of pipelines
         self._caches: dict[int, PagedLayout] = {}
         self._acts: dict[type, Callable[[Any], object]] = {
             Load: self._load,
@@ -106,6 +106,8 @@ class Shards:
 
     def _load(self, order: Load) -> None:
         use_threads(order.threads)
+        if order.pipeline:
+            self._stages.add(len(self._models))
         self._models.append(load_share(self.group, order))
 
     def _release(self, order: Release) -> None:
@@ -120,7 +122,8 @@ class Shards:
     @torch.no_grad()
     def _run(self, order: Run) -> None:
         model, cache = self._models[order.model], self._caches[order.cache]
-        if isinstance(model, Decoder) and model.weights.source.part is not None:
+        if order.model in self._stages:
+            assert isinstance(model, StageModel), "pipelines are made of stages"
             run_stage(self.group, model, order.packed, cache, order.wants)
         else:
             run_share(self.group, model, order.packed, cache)
@@ -142,16 +145,15 @@ def exchange_seconds(group: Group, order: Rehearse) -> float:
     return min(found)
 
 
-def run_stage(group: Group, model: Decoder, packed: Packed, cache: PagedLayout, wants: tuple[int, ...]) -> None:
+def run_stage(group: Group, model: StageModel, packed: Packed, cache: PagedLayout, wants: tuple[int, ...]) -> None:
     """A pass over this rank's layers: from the rank before, to the rank behind; the last one's results go to rank 0."""
     taps = Taps(wants)
-    x, taps.states = (model.embed(packed), {}) if group.rank == 0 else group.fetch(group.rank - 1, STATES)
-    x = model.run_layers(x, packed, cache, taps)
+    x, taps.states = (None, {}) if group.rank == 0 else group.fetch(group.rank - 1, STATES)
+    x = model.run_stage(x, packed, cache, taps)
     if group.rank < group.size - 1:
         group.send((x, taps.states), [group.rank + 1])
     else:
-        logits = model.logits(x, packed, taps)
-        group.send(PassResult(logits, cache.healthy, taps.states), [0])
+        group.send(PassResult(x, cache.healthy, taps.states), [0])
 
 
 def run_share(group: Group, model: Model, packed: Packed, cache: PagedLayout, taps: Taps | None = None) -> Tensor:
