@@ -91,11 +91,36 @@ def saved(path: Path, model_type: str, options: dict[str, Any], seed: int = 0) -
     return str(path)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    started = start_ranks(request.param, CPU)
-    yield started
-    started.close()
+def cases(*names: str) -> list[tuple[int, str, torch.dtype]]:
+    """Everything on two ranks; on four some models in one type each."""
+    two = [(2, name, dtype) for name in names for dtype in DTYPES]
+    return two + [(4, name, DTYPES[n % 2]) for n, name in enumerate(names) if name != "tied"]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[int, Group]]:
+    """Groups by their number of ranks."""
+    groups: dict[int, Group] = {}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def group(request: pytest.FixtureRequest, started: dict[int, Group]) -> Group:
+    if request.param not in started:
+        started[request.param] = start_ranks(request.param, CPU)
+    return started[request.param]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_rank_0() -> Iterator[subprocess.Popen[str]]:
+    """A process that is rank 0 of two and prints rank 1's process; it starts while other tests run."""
+    script = "import torch; from faircopy.parallel.launch import start_ranks; import time\n"
+    script += "group = start_ranks(2, torch.device('cpu')); print(*group.pids, flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=PIPE, stderr=PIPE, text=True)
+    yield process
+    process.kill()
 
 
 def requests(count: int) -> list[Request]:
@@ -147,8 +172,7 @@ def compare_heads(model: Model, path: str, groups: bool) -> None:
         assert drafted[0] == drafted[1], f"{method} did not see the same states"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["dense", "tied", "moe"])
+@pytest.mark.parametrize(("group", "name", "dtype"), cases("dense", "moe", "tied"), indirect=["group"])
 def test_tensor_parallel_writes_the_bits_of_one_rank(
     folder: Callable[..., str], group: Group, name: str, dtype: torch.dtype
 ) -> None:
@@ -160,8 +184,7 @@ def test_tensor_parallel_writes_the_bits_of_one_rank(
         compare_heads(model, folder(name), groups=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["deep", "deep moe"])
+@pytest.mark.parametrize(("group", "name", "dtype"), cases("deep", "deep moe"), indirect=["group"])
 def test_a_pipeline_writes_the_bits_of_one_rank(
     folder: Callable[..., str], group: Group, name: str, dtype: torch.dtype
 ) -> None:
@@ -190,6 +213,7 @@ def test_every_stage_of_a_pipeline_has_a_pass(folder: Callable[..., str], group:
     assert all(w == e for w, e, seq in zip(written(seqs), expected, seqs, strict=True) if seq is not taking_part[0])
 
 
+@pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("seconds", [1e-9, 10.0], ids=["cheap", "expensive"])
 def test_a_draft_model_is_shared_if_its_measured_cost_says_so(
     folder: Callable[..., str], group: Group, seconds: float, monkeypatch: pytest.MonkeyPatch
@@ -346,10 +370,8 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str])
         llm.generate(prompts)
 
 
-def test_ranks_end_with_rank_0() -> None:
-    script = "import torch; from faircopy.parallel.launch import start_ranks; import time\n"
-    script += "group = start_ranks(2, torch.device('cpu')); print(*group.pids, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=PIPE, stderr=PIPE, text=True) as first:
+def test_ranks_end_with_rank_0(other_rank_0: subprocess.Popen[str]) -> None:
+    with other_rank_0 as first:
         assert first.stdout is not None and first.stderr is not None
         worker = int(first.stdout.readline())
         first.kill()
