@@ -42,7 +42,9 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "gemma-2b": ("gemma", 2048, 18, 8, 1, 256, 16384, 256000, True),
     "gemma-7b": ("gemma", 3072, 28, 16, 16, 256, 24576, 256000, True),
 }
-SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_COLUMNS, values, strict=True)) for name, values in _ROWS.items()}
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_COLUMNS, values, strict=True)) for name, values in _ROWS.items()
+}
 PAIR = ("qwen3-8b", "qwen3-0.6b")  # target and draft model of most measurements
 
 

@@ -124,21 +124,7 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _group(
-    x,
-    w,
-    bias,
-    row,
-    col,
-    group,
-    LENGTH,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HIGH: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr):
     """Up to three tiles of rows, summed over one group of K; the first group has the bias."""
     a0 = tl.zeros((BM, BN), tl.float32)
     a1, a2 = a0, a0
