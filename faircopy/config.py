@@ -25,7 +25,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 class EngineConfig:
     """All options of the engine.
 
-    With strategy="ragged", verifier="exact" and exact=True, only dtype and device change the tokens.
+    With strategy="ragged", verifier="exact" and exact=True, only dtype, device and k_groups change the tokens.
     """
 
     k: int = 4  # draft tokens per step and sequence, at most if `auto`
@@ -101,8 +101,8 @@ class EngineConfig:
 
     def _check_parallel(self) -> None:
         if self.tensor_parallel not in RANKS or isinstance(self.tensor_parallel, bool):
-            problem, remedy = "not a number of ranks that shares the order of sums", f"use one of {RANKS}"
-            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, remedy)
+            problem = "sums have one order on 1, 2, 4 and 8 ranks alone"
+            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, "use one of them")
         self._whole("pipeline_parallel", 1)
         if self.ranks == 1:
             return

@@ -70,8 +70,9 @@ class SharedModel:
         """Tell the other ranks of a pass, and of what happened to caches since the last one."""
         assert isinstance(cache, PagedLayout), "the other ranks have pages"
         run = Run(self._index, self._number(cache), packed, wants)
-        self.group.post([*self._waiting, run])
-        self._waiting.clear()
+        waiting = self._waiting[:]  # a cache may be dropped at any time
+        self.group.post([*waiting, run])
+        del self._waiting[: len(waiting)]
         return cache
 
     def _left(self, error: BaseException) -> None:
@@ -92,9 +93,8 @@ class ParallelModel(SharedModel):
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
-        pages = self._announced(packed, cache)
         try:
-            return run_share(self.group, self._own, packed, pages, taps)
+            return run_share(self.group, self._own, packed, self._announced(packed, cache), taps)
         except BaseException as error:
             self._left(error)
             raise
@@ -118,10 +118,9 @@ class Pipeline(SharedModel):
 
     def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
         """Begin a pass; what is returned waits for its end."""
-        pages = self._announced(packed, cache, wants)
         assert isinstance(self._own, StageModel), "pipelines are made of stages"
         try:
-            run_stage(self.group, self._own, packed, pages, wants)
+            run_stage(self.group, self._own, packed, self._announced(packed, cache, wants), wants)
         except BaseException as error:
             self._left(error)
             raise
