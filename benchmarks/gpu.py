@@ -188,6 +188,15 @@ def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> l
     return [answer.token_ids for answer in llm.generate(prompts, wanted, progress=False)]
 
 
+def first_launches() -> list[str]:
+    """Kernels launched for the first time so far, once per variant: after warm_up() there should be no more."""
+    if not torch.cuda.is_available():
+        return []
+    from faircopy.kernels.gpu.launch import first_launches as names
+
+    return names
+
+
 def counts(llm: LLM) -> dict[str, Any]:
     numbers = llm.metrics()
     return {name: numbers[name] for name in ("steps", "acceptance", "preemptions", "tokens_per_step")}

@@ -378,18 +378,14 @@ def _run(
         HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=bn,
         PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
         TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
-        **_launch(bm, bn, power(d, 16) * q.element_size(), -(-plan.blocks // splits), splits, q.device),
-        **options(q.device),
+        **_launch(bm, bn, power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
     )  # fmt: skip
 
 
-def _launch(bm: int, bn: int, line_bytes: int, each: int, splits: int, device: torch.device) -> dict[str, int]:
-    """Warps, and as many blocks of keys and values in flight as shared memory holds beside the queries.
-
-    A program that has one block reads nothing ahead, so that more programs fit a processor.
-    """
+def _launch(bm: int, bn: int, line_bytes: int, splits: int, device: torch.device) -> dict[str, int]:
+    """Warps, and as many blocks of keys and values in flight as shared memory holds beside the queries."""
     fitting = (shared_memory(device) - bm * line_bytes) // (2 * bn * line_bytes)
-    return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, each, 3 if splits == 1 else 2))}
+    return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, 3 if splits == 1 else 2))}
 
 
 def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:

@@ -124,7 +124,21 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr):
+def _group(
+    x,
+    w,
+    bias,
+    row,
+    col,
+    group,
+    LENGTH,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HIGH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     """Up to three tiles of rows, summed over one group of K; the first group has the bias."""
     a0 = tl.zeros((BM, BN), tl.float32)
     a1, a2 = a0, a0
@@ -138,7 +152,21 @@ def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
-def _pair(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr):
+def _pair(
+    x,
+    w,
+    bias,
+    row,
+    col,
+    group,
+    LENGTH,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HIGH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     a0, a1, a2 = _group(x, w, bias, row, col, group, LENGTH, N, BM, BN, BK, HIGH, BIASED)
     b0, b1, b2 = _group(x, w, bias, row, col, group + 1, LENGTH, N, BM, BN, BK, HIGH, False)
     return a0 + b0, a1 + b1, a2 + b2
@@ -327,7 +355,8 @@ class Linear:
         target = _tiles(out[0], t.bm, t.bn * out.shape[2] // self.outputs) if copied else out
         _wide[(grid,)](
             source, self._descriptor(t, _tiles), self.bias, target, stash, rows, self.outputs,
-            self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, COPIED=copied, **common,
+            self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, COPIED=copied,
+            **common,
         )  # fmt: skip
 
     def _descriptor(self, t: Tile, make: Callable[[Tensor, int, int], Any]) -> Any:
