@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from faircopy.errors import ConfigError
+from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, Packed
 from faircopy.model.base import FINAL, Taps, TokenWeights
 from faircopy.model.hidden import decoder_blocks
@@ -97,7 +97,7 @@ def _check(name: str, model: PreTrainedModel) -> None:
     elif any(getattr(config, field, None) for field in _MORE):
         problem = f"more than hidden states passes between the layers of {config.model_type}"
     if problem is not None:
-        raise ConfigError("pipeline_parallel", name, problem, "use tensor_parallel")
+        raise UnsupportedModel("model", name, problem, "use tensor_parallel instead of pipeline_parallel")
 
 
 def _table_names(model: PreTrainedModel) -> list[str]:
