@@ -83,26 +83,30 @@ class RowParallel:
         groups = shared_groups(weight.shape[0], weight.shape[1] * ranks.size, weight.device.type) // ranks.size
         assert groups, "the caller checks that every rank has a group"
         self._ranks, self._dtype = ranks, weight.dtype
-        parts = weight.chunk(groups, 1)
-        first = bias if ranks.rank == 0 else None
-        self._groups = [_sums(part, None if n else first, exact) for n, part in enumerate(parts)]
-
-    def partial(self, x: Tensor) -> Tensor:
+        self.partial = _partial(weight, bias if ranks.rank == 0 else None, exact, groups)
         """x [M, K / ranks] -> float32 [M, N]: this rank's groups, added by its part of the tree."""
-        parts = zip(self._groups, x.chunk(len(self._groups), 1), strict=True)
-        return add_tree(torch.stack([run(part) for run, part in parts]))
 
     def __call__(self, x: Tensor) -> Tensor:
         return add_tree(self._ranks.gather(self.partial(x))).to(self._dtype)
+
+
+def _partial(weight: Tensor, bias: Tensor | None, exact: bool, groups: int) -> Product:
+    if (kernels := gpu_module("linear", weight.device)) is not None:
+        return kernels.Linear(weight, bias, exact, groups).partial  # type: ignore[no-any-return]
+    sums = [_sums(part, None if n else bias, exact) for n, part in enumerate(weight.chunk(groups, 1))]
+
+    def partial(x: Tensor) -> Tensor:
+        parts = zip(sums, x.chunk(groups, 1), strict=True)
+        return add_tree(torch.stack([run(part) for run, part in parts]))
+
+    return partial
 
 
 def _sums(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
     """A product whose float32 sums are not rounded to the weight's type."""
     if fits(weight):
         return PackedWeight(weight, bias, out=torch.float32)
-    wide, added = weight.float(), None if bias is None else bias.float()
-    kernels = gpu_module("linear", weight.device)
-    run = column_product(wide, added, exact) if kernels is None else kernels.Linear(wide, added, exact, 1)
+    run = column_product(weight.float(), None if bias is None else bias.float(), exact)
     return lambda x: run(x.float())
 
 

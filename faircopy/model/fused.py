@@ -11,13 +11,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu.linear import Linear
+from faircopy.kernels.gpu.linear import Linear, SharedLinear
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
 from faircopy.model.base import FINAL, Taps, TokenWeights
 from faircopy.model.decoder import Decoder
+from faircopy.model.shares import counted_ranks
 from faircopy.model.weights import Products, Source, Weights
 
 
@@ -32,7 +33,14 @@ class FusedCache(Protocol):
     def watch(self, healthy: Tensor) -> None: ...
 
 
-def fused_weights(source: Source) -> Weights[Linear]:
+class PartsProduct(Protocol):
+    """A product whose parts the reader may add."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def parts(self, x: Tensor) -> Tensor: ...
+
+
+def fused_weights(source: Source) -> Weights[PartsProduct]:
     """The weights with the GPU's products; gate and up rows alternate, so that one tile holds both of each pair."""
 
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
@@ -41,7 +49,15 @@ def fused_weights(source: Source) -> Weights[Linear]:
     def linear(weight: Tensor, bias: Tensor | None, exact: bool, outputs: int) -> Linear:
         return Linear(weight, bias, exact, group_count(weight.shape[1], outputs))
 
-    return Weights(source, Products(linear, gated, Linear))
+    def shared(weight: Tensor, bias: Tensor | None, exact: bool) -> PartsProduct:
+        ranks = source.ranks
+        if ranks is None:
+            return Linear(weight, bias, exact)
+        groups = group_count(weight.shape[1] * ranks.size, weight.shape[0]) // ranks.size
+        return SharedLinear(weight, bias, exact, groups, ranks)
+
+    products: Products[PartsProduct] = Products(linear, gated, shared)
+    return Weights(source, products)
 
 
 class Fused:
@@ -49,12 +65,14 @@ class Fused:
 
     backend = "fused decoder"
 
-    def __init__(self, weights: Weights[Linear]) -> None:
+    def __init__(self, weights: Weights[PartsProduct]) -> None:
         source = weights.source
         self.name, self.vocab, self.context = source.name, source.vocab, source.context
         self.weights, self.spec, self._eager = weights, weights.spec, Decoder(weights)
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
         self._multiplier = float(weights.multiplier)  # as the type rounds it
+        if source.ranks is not None:
+            self.backend = f"fused decoder, {counted_ranks(source.ranks)}"
 
     @property
     def weight_bytes(self) -> int:
@@ -76,7 +94,7 @@ class Fused:
         """The last layer's normalised output of every row [T, hidden]."""
         s, w, layers = self.spec, self.weights, self.weights.layers
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
-        x, y = suite.embed_norm(packed.ids, w.embedding, layers[0].before_attention, self._multiplier, s.eps)
+        x, y = suite.embed_norm(*self._embedded(packed.ids), layers[0].before_attention, self._multiplier, s.eps)
         for i, layer in enumerate(layers):
             if taps is not None:
                 taps(i, x, copy=True)  # the stream is added to in place
@@ -100,6 +118,12 @@ class Fused:
             taps(len(layers), x)
             taps(FINAL, y)
         return y
+
+    def _embedded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and the table they are looked up in; where ranks share it, the rows that were wanted."""
+        if self.weights.source.ranks is None:
+            return ids, self.weights.embedding
+        return torch.arange(ids.shape[0], device=ids.device), self.weights.embed(ids)
 
     def _heads(self, i: int, y: Tensor, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
         """Attention's output [T, H, D] for the normalised rows y."""

@@ -120,7 +120,7 @@ def _shared_decoder(
     dtype: torch.dtype,
     exact: bool,
     ranks: Ranks,
-) -> Decoder:
+) -> DenseModel:
     """A rank's share of our decoder: with the heads, inner numbers and tokens that are its own."""
     whole = decoder_spec(config, *rope)
     shares = dense_shares(name, config, whole.head_dim, config.vocab_size, tensors.device, ranks)
@@ -133,7 +133,7 @@ def _shared_decoder(
     own = partial(_share, tensors, shares)
     context = config.max_position_embeddings
     source = Source(name, spec, own, config.vocab_size, context, dtype, exact, ranks, tensors, whole)
-    return Decoder(eager_weights(source))
+    return _fused_decoder(source, tensors.device) or Decoder(eager_weights(source))
 
 
 def load_stage(

@@ -134,10 +134,12 @@ class Weights(Generic[P]):
         self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
         self._tokens = None if source.ranks is None else TokenShares(source.vocab, source.ranks)
         self._shared: PackedWeight | None = None  # the head's product, if it holds the embedding too
+        own = source.tensors("lm_head.weight") if source.stage.last else None
+        reads = source.stage.first or (source.stage.last and own is None)
+        embedding = self._need("model.embed_tokens.weight") if reads else None
         if source.stage.last:
-            self.norm, self.head = self._norm_weight("model.norm.weight"), self._head()
-        keeps = source.stage.first and self._shared is None
-        self._embedding = self._need("model.embed_tokens.weight") if keeps else None
+            self.norm, self.head = self._norm_weight("model.norm.weight"), self._head(own, embedding)
+        self._embedding = embedding if source.stage.first and self._shared is None else None
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
@@ -179,11 +181,11 @@ class Weights(Generic[P]):
         rows = embedding if head is None else head
         return TokenWeights(embedding, rows, tensors("lm_head.bias"), self.spec.logits_divisor)
 
-    def _head(self) -> Product:
-        """Logits of the whole vocabulary, whichever ranks make them."""
-        own, tensors = self.source.tensors("lm_head.weight"), self.source.tensors
-        rows = self._need("model.embed_tokens.weight") if own is None else own
-        head: Product = self._products.linear(rows, tensors("lm_head.bias"), self.source.exact, self.source.vocab)
+    def _head(self, own: Tensor | None, embedding: Tensor | None) -> Product:
+        """The output layer; without weights of its own it shares the embedding's."""
+        rows, bias = embedding if own is None else own, self.source.tensors("lm_head.bias")
+        assert rows is not None, "one of the two was read"
+        head: Product = self._products.linear(rows, bias, self.source.exact, self.source.vocab)
         self.head_bytes = rows.nbytes
         if own is None and isinstance(head, PackedWeight):
             self._shared = head

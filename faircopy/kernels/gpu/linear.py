@@ -23,6 +23,7 @@ from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
 from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.groups import add_tree, group_count
+from faircopy.kernels.ranks import Ranks
 
 SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
 
@@ -307,6 +308,14 @@ class Linear:
             return F.linear(x, self.weight, self.bias)[None]
         return self.run(x, self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups))
 
+    def partial(self, x: Tensor) -> Tensor:
+        """x [M, K] -> float32 [M, N], not rounded to the weight's type: what a rank has of a larger sum."""
+        if not self.exact:
+            return F.linear(x, self.weight, self.bias).float()
+        tile = self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups)
+        parts = self.run(x, tile, kind=torch.float32)
+        return parts[0] if parts.shape[0] == 1 else add_parts(parts, torch.float32)
+
     def gated(self, x: Tensor, kind: str) -> Tensor:
         """x [M, K] -> activation(gates) * values, [M, N / 2], for weights that take turns."""
         if not self.exact:
@@ -317,12 +326,12 @@ class Linear:
         """Descriptors want 16-byte rows, and tensor cores 16-bit numbers."""
         return x.dtype != torch.float32 and self.inner % 64 == 0 and (x.is_cuda or INTERPRETED)
 
-    def run(self, x: Tensor, t: Tile, gate: str = "none") -> Tensor:
-        """[P, M, N or N / 2] by this tile."""
+    def run(self, x: Tensor, t: Tile, gate: str = "none", kind: torch.dtype | None = None) -> Tensor:
+        """[P, M, N or N / 2] by this tile. kind: of a finished product, if not the type of x."""
         parts = self.groups if not t.wide or t.apart else 1
         outputs = self.outputs if gate == "none" else self.outputs // 2
-        kind = x.dtype if parts == 1 else torch.float32
-        out = torch.empty(parts, x.shape[0], outputs, dtype=kind, device=x.device)
+        made = (kind or x.dtype) if parts == 1 else torch.float32
+        out = torch.empty(parts, x.shape[0], outputs, dtype=made, device=x.device)
         more = options(x.device)
         if t.streamed:
             stream.stream(self._descriptor(t, stream.descriptor), self.bias, x, out, t, gate, more)
@@ -351,7 +360,7 @@ class Linear:
         source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
         waits = self.groups == 4 and not t.apart
         stash = torch.empty(grid * height * t.bn if waits else 1, dtype=torch.float32, device=x.device)
-        copied = len(out) == 1 and out.shape[2] % 8 == 0
+        copied = len(out) == 1 and out.dtype == x.dtype and out.shape[2] % 8 == 0
         target = _tiles(out[0], t.bm, t.bn * out.shape[2] // self.outputs) if copied else out
         _wide[(grid,)](
             source, self._descriptor(t, _tiles), self.bias, target, stash, rows, self.outputs,
@@ -364,6 +373,22 @@ class Linear:
         if key not in self._descriptors:
             self._descriptors[key] = make(self.weight, t.bn, t.bk)
         return self._descriptors[key]
+
+
+class SharedLinear:
+    """A weight whose inputs several ranks share; each rank's sum is one of the parts."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, exact: bool, groups: int, ranks: Ranks) -> None:
+        """weight [N, K / ranks], groups: this rank's. bias: used by rank 0 alone."""
+        self._own, self._ranks = Linear(weight, bias if ranks.rank == 0 else None, exact, groups), ranks
+
+    def parts(self, x: Tensor) -> Tensor:
+        """x [M, K / ranks] -> float32 [ranks, M, N], for the reader to add by the tree."""
+        return self._ranks.gather(self._own.partial(aligned(x)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = self.parts(x)
+        return parts[0].to(x.dtype) if parts.shape[0] == 1 else add_parts(parts, x.dtype)
 
 
 def _tiles(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
@@ -400,4 +425,4 @@ def _alternate(stacked: Tensor) -> Tensor:
     return stacked.view(2, -1, *stacked.shape[1:]).transpose(0, 1).reshape(stacked.shape)
 
 
-__all__ = ["Linear", "add_parts", "add_parts_twin", "added", "gated_twin", "parts_twin"]
+__all__ = ["Linear", "SharedLinear", "add_parts", "add_parts_twin", "added", "gated_twin", "parts_twin"]
