@@ -185,7 +185,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str], also:
 
 
 # vLLM's names for what we call draft, k and lookup lengths.
-_SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3"}
+_SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3", "scylla"}
 _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 
 
