@@ -27,6 +27,11 @@ class Lesson:
     final: Tensor  # [B, L, hidden] the normalised states its head reads
 
 
+def rows_before(states: Tensor) -> Tensor:
+    """What a head reads beside each token of texts [B, L]: the state of the row before, zeros before the first."""
+    return F.pad(states[:, :-1], (0, 0, 1, 0))
+
+
 class Teaching(NamedTuple):
     """What one level should have said, rows without a state before them left out."""
 
