@@ -8,8 +8,9 @@ Without --given the target (a small Llama) writes the training text and the prom
 text. With --given T counts tokens of raw text, and behind them every head reads the same answers: the target writes
 questions behind its chat template's beginning, and answers them. Prompts that heads are measured on are in the file.
 
-OUT/results.jsonl gets a line as each head ends; a run with the same OUT goes on. OUT/best is the best head so far, and
-OUT/times.json has the time of a level by layers and rows. Texts are kept in OUT/texts.pt.
+OUT/results.jsonl gets a line as each head ends; a run with the same file in OUT goes on behind it. OUT/best is the best
+head so far, and OUT/times.json has the time of a level by layers and rows. Texts are kept in WORK/texts.pt: all heads
+of one results.jsonl must be trained and measured on the same ones.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 from faircopy.bench.record import write
+from faircopy.drafters.folder import new_head
+from faircopy.drafters.heads import Guess, Head
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, noise_keys
 from faircopy.laws.points import grid
 from faircopy.laws.run import GridRun
@@ -37,11 +40,12 @@ from faircopy.model.loader import load_stock, load_tokenizer
 from faircopy.train.corpus import read_documents
 from faircopy.train.heads import Teacher
 from faircopy.train.llama import Llama, load_llama
-from faircopy.train.losses import HeadObjective
+from faircopy.train.losses import HeadObjective, Lesson, known_rows, objective_of, teaching_of
 from faircopy.train.sampler import flat, own_text, rows_of, sample
 
 TEMPERATURE = 0.8
 HELD_OUT_SEED = 1_000_003
+LAST = 15.0  # seconds kept for what comes behind the grid
 LETTERS_PER_TOKEN = 4.5  # a little more than English and code have
 
 
@@ -87,7 +91,7 @@ class Texts:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._device = args, torch.device(args.device)
-        kept = args.out / "texts.pt"
+        kept = args.work / "texts.pt"
         if not kept.exists():
             torch.save(self._make(), kept)
         self.tokens: dict[str, Any] = torch.load(kept, weights_only=True)
@@ -127,7 +131,7 @@ class Texts:
             seed += 1
             print(f"answers: {total} tokens", flush=True)
         ids, places = given["prompts"].astype(np.int64), np.cumsum(given["lengths"])[:-1]
-        prompts = [part.tolist() for part in np.split(ids, places)]
+        prompts = [part.tolist() for part in np.split(ids, places)][: args.prompts_wanted]
         text = torch.from_numpy(given["text"].astype(np.int32))
         return {"text": text, "answers": torch.cat(parts).int()[: args.answer_tokens], "prompts": prompts}
 
@@ -151,37 +155,62 @@ class Texts:
         config = json.loads((Path(self._args.target) / "config.json").read_text())
         return (config["bos_token_id"], config["eos_token_id"])
 
-    def cached(self, name: str, teacher: Teacher, length: int) -> CachedText | None:
+    def cached(self, name: str, teacher: Teacher, most: int) -> CachedText | None:
+        """The first tokens of a text; None: there is no such text."""
         tokens = self.tokens.get(name)
-        return None if tokens is None else CachedText(teacher, tokens.to(self._device), length)
+        return None if tokens is None else CachedText(teacher, tokens[:most].to(self._device), self._args.length)
 
     def held_out(self, name: str, teacher: Teacher, temperature: float) -> HeldOutTexts:
         prompts, rows = self.tokens["prompts"], self.tokens[name]
         return held_out_texts(prompts, rows, teacher, self._device, temperature)
 
 
-def compiled(objective: HeadObjective) -> HeadObjective:
-    """The same loss in one kernel: with a large vocabulary most of a step is reading and writing logits."""
-    return replace(objective, level_loss=torch.compile(objective.level_loss, dynamic=False))
+def compiled(objective: HeadObjective, rows: int, length: int, head: Head) -> HeadObjective:
+    """The same loss in one kernel: with a large vocabulary most of a step is reading and writing logits.
+
+    It is tried on tensors of a training's size first; where it cannot be compiled, the loss stays as it is.
+    """
+    fast = torch.compile(objective.level_loss, dynamic=False)
+    begin, hidden = time.time(), head.config.shape.hidden
+    out = torch.randn(rows, length - 1, hidden, device="cuda", requires_grad=True)
+    logits = torch.zeros(rows, length - 1, head.vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros(rows, length, device="cuda", dtype=torch.int64)
+    final = torch.randn(rows, length, hidden, device="cuda")
+    wanted = torch.zeros(rows, length, head.vocab, device="cuda", dtype=torch.bfloat16)
+    guess, taught = known_rows(Guess(logits, out, out)), teaching_of(Lesson(tokens, final, wanted, final), 0)
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            fast(guess, taught).backward()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a compiler may raise
+        print(f"the loss is not compiled: {error}", flush=True)
+        return objective
+    print(f"compiled the loss in {time.time() - begin:.1f} s", flush=True)
+    return replace(objective, level_loss=fast)
 
 
 def run(args: argparse.Namespace) -> None:
-    deadline = time.time() + 60 * args.minutes
-    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.time() + 60 * args.minutes - LAST
+    for folder in (args.out, args.work):
+        folder.mkdir(parents=True, exist_ok=True)
     device, cuda = torch.device(args.device), args.device == "cuda"
     teacher = Teacher(load_stock(args.target, torch.bfloat16 if cuda else torch.float32, device))
     begin = time.time()
     texts = Texts(args)
-    text = texts.cached("text", teacher, args.length)
+    text = texts.cached("text", teacher, args.smallest << args.doublings)
     assert text is not None
     print(f"texts: {text.windows.numel()} tokens, {time.time() - begin:.1f} s", flush=True)
     held_out = [texts.held_out("greedy", teacher, 0.0), texts.held_out("sampled", teacher, TEMPERATURE)]
     print(f"held out: {len(held_out[0].begins)} prompts, {time.time() - begin:.1f} s", flush=True)
     grid_run = GridRun(
         target=args.name or Path(args.target).name, folder=args.target, teacher=teacher, text=text,
-        answers=texts.cached("answers", teacher, args.length), held_out=held_out, out=args.out, rows=args.rows,
-        lr=args.lr, bf16=cuda, prepare=compiled if args.compile else lambda objective: objective,
+        answers=texts.cached("answers", teacher, args.answer_tokens), held_out=held_out, out=args.out, rows=args.rows,
+        lr=args.lr, bf16=cuda,
     )  # fmt: skip
+    if args.compile:
+        head = new_head("scylla", args.target, stock_token_weights(teacher.stock))
+        fast = compiled(objective_of(head), args.rows, args.length, head)
+        grid_run.prepare = lambda objective: fast
     budgets = [args.smallest << n for n in args.budgets]
     points = grid(args.smallest, args.doublings, args.depths, budgets, range(args.seeds))
     grid_run.run(points, deadline, lambda line: print(f"{time.time() - begin:6.1f} s  {line}", flush=True))
@@ -193,7 +222,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="models/target", help="folder of a small Llama")
     parser.add_argument("--name", help="of the target in the results; its folder's if left out")
-    parser.add_argument("--out", type=Path, default=Path("/tmp/faircopy-laws"))
+    parser.add_argument("--out", type=Path, default=Path("faircopy-laws"))
+    parser.add_argument("--work", type=Path, help="OUT if left out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--given", type=Path, help="a file that --prepare wrote")
@@ -205,7 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=384, help="tokens of a prompt")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--rows", type=int, default=16, help="windows of a batch")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--smallest", type=int, default=1 << 18, help="tokens of the smallest point")
     parser.add_argument("--doublings", type=int, default=7)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 3, 6])
@@ -220,7 +250,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--answer-length", type=int, default=192)
     parser.add_argument("--continued", type=int, default=256, help="prompts continued at once")
     parser.add_argument("--compile", action="store_true", help="compile the loss: for large vocabularies")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.work = args.work or args.out
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

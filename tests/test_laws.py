@@ -1,4 +1,4 @@
-"""Laws of draft heads: measures are the engine's, grids resume, fits find what was put in, predictions say their range."""
+"""Laws of draft heads: counts are the engine's, grids resume, fits find what is there, predictions name their range."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def written(folder: str, temperature: float) -> tuple[list[list[int]], list[list
 
 @pytest.mark.parametrize("method", ["scylla", "eagle1"])
 @pytest.mark.parametrize(("chain", "temperature"), [(True, 0.0), (False, 0.0), (True, 0.9)])
-def test_counts_are_the_engines(
-    checkpoint: Callable[..., str], method: str, chain: bool, temperature: float
-) -> None:
+def test_counts_are_the_engines(checkpoint: Callable[..., str], method: str, chain: bool, temperature: float) -> None:
     folder = checkpoint("llama")
     options = {"style": "eagle1"} if method == "eagle1" else {"layers": 2}
     head = head_for(folder, load(folder), "eagle3" if method == "eagle1" else method, **options)

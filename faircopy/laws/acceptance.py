@@ -33,8 +33,8 @@ class HeldOutTexts:
     begins: Tensor  # [B] tokens of the prompt
     ends: Tensor  # [B] tokens altogether
     states: Tensor  # [B, L, hidden]
-    seeds: tuple[int, ...] = ()  # of sampled texts
     temperature: float = 0.0
+    noise: Tensor | None = None  # [B, L] of sampled texts: the keys of the noise at each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def held_out_texts(
     """Texts (prompts included) with their states; a sampled text's seed is its number."""
     longest = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    states = torch.cat([teacher.final_states(part) for part in tokens.split(rows)])
+    states = torch.cat([teacher.final_states(part) for part in torch.split(tokens, rows)])
     begins, ends = (torch.tensor([len(row) for row in part], device=device) for part in (prompts, texts))
-    seeds = tuple(range(len(texts))) if temperature else ()
-    return HeldOutTexts(tokens, begins, ends, states, seeds, temperature)
+    noise = noise_keys(range(len(texts)), longest).to(device) if temperature else None
+    return HeldOutTexts(tokens, begins, ends, states, temperature, noise)
 
 
 def noise_keys(seeds: Sequence[int], length: int) -> Tensor:
@@ -100,8 +100,8 @@ class _Reading:
         assert head.wants == (FINAL,), "texts are kept with their final states alone"
         self.head, self.texts = head, texts
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
-        self.memory = head.read(rows_before(texts.states).to(head.dtype), texts.tokens, text_rows(texts.tokens, self._attend))
-        self.noise = noise_keys(texts.seeds, texts.tokens.shape[1] + 1).to(texts.tokens.device) if texts.seeds else None
+        before = rows_before(texts.states).to(head.dtype)
+        self.memory = head.read(before, texts.tokens, text_rows(texts.tokens, self._attend))
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys[layer] = k, v
@@ -139,12 +139,12 @@ class _Drafting:
         if not self._sampled:
             values, ids = scores.topk(min(count, scores.shape[-1]), -1)
             return ids, values - scores.logsumexp(-1, keepdim=True)
-        reading = self._reading
-        assert reading.noise is not None, "sampled texts have seeds"
-        keys = reading.noise[self._live, self._places + 1 + level]
+        texts = self._reading.texts
+        assert texts.noise is not None, "sampled texts have noise"
+        keys = texts.noise[self._live, self._places + 1 + level]
         vocabulary = torch.arange(scores.shape[-1], device=scores.device)
         noise = gumbel(keys[:, None, None], vocabulary)
-        ids = (scores / reading.texts.temperature + noise).argmax(-1, keepdim=True)
+        ids = (scores / texts.temperature + noise).argmax(-1, keepdim=True)
         return ids, torch.zeros_like(ids, dtype=scores.dtype)
 
     def _rows(self, level: int, front: Frontier) -> Rows:

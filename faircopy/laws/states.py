@@ -1,4 +1,4 @@
-"""A target's final states of a text, computed once: every training of a grid reads them instead of running the target."""
+"""A target's final states of a text, computed once: the trainings of a grid read them instead of running the target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class CachedText:
             raise ConfigError("text", len(tokens), f"shorter than one window of {length}", "give more text")
         count = len(tokens) // length
         self.windows, self._teacher = tokens[: count * length].view(count, length), teacher
-        self._states: list[Tensor] = []
+        hidden = teacher.stock.config.get_text_config().hidden_size
+        self._states = torch.empty(count, length, hidden, dtype=torch.bfloat16, device=tokens.device)
         self._ready = 0
 
     @property
@@ -36,15 +37,13 @@ class CachedText:
         """Compute the states of the first `count` windows, in large passes."""
         rows = max(1, (FORWARD if self.windows.is_cuda else FORWARD_CPU) // self.length)
         while self._ready < min(count, len(self.windows)):
-            part = self.windows[self._ready : self._ready + rows]
-            self._states.append(self._teacher.final_states(part.long()).to(torch.bfloat16))
-            self._ready += len(part)
-        if len(self._states) > 1:
-            self._states = [torch.cat(self._states)]
+            part = slice(self._ready, self._ready + rows)
+            self._states[part] = self._teacher.final_states(self.windows[part].long())
+            self._ready += rows
 
     def read(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, length] and final states [B, length, hidden] of these windows."""
-        return self.windows[numbers].long(), self._states[0][numbers]
+        return self.windows[numbers].long(), self._states[numbers]
 
 
 class ShuffledWindows:

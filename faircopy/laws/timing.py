@@ -33,16 +33,16 @@ def level_times(
 
 
 def _level(head: Head, count: int) -> Callable[[], object]:
-    shape, place = head.config.shape, {"device": head.device, "dtype": head.dtype}
-    memory = torch.randn(count, 1, shape.hidden, **place)  # type: ignore[arg-type]
-    tokens = torch.arange(count, device=head.device)[:, None] % head.vocab
-    past = torch.randn(count, shape.kv_heads, CONTEXT, shape.head_dim, **place)  # type: ignore[arg-type]
+    shape, device, kind = head.config.shape, head.device, head.dtype
+    memory = torch.randn(count, 1, shape.hidden, device=device, dtype=kind)
+    tokens = torch.arange(count, device=device)[:, None] % head.vocab
+    past = torch.randn(count, shape.kv_heads, CONTEXT, shape.head_dim, device=device, dtype=kind)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = (torch.cat([past, part], 2) for part in (k, v))
         return F.scaled_dot_product_attention(q, *shared_keys(q, keys, values))
 
-    rows = Rows(torch.full((1,), CONTEXT - 1, device=head.device), attend)
+    rows = Rows(torch.full((1,), CONTEXT - 1, device=device), attend)
     return lambda: head.step(1, memory, tokens, rows).logits.topk(10, -1)
 
 

@@ -33,7 +33,6 @@ class Teacher:
         states = torch.cat([taps.states[layer] for layer in wants], -1)
         return Lesson(tokens, rows_before(states), logits, taps.states[FINAL])
 
-
     @torch.no_grad()
     def final_states(self, tokens: Tensor) -> Tensor:
         """The normalised states of texts [B, L] that the target's output layer reads; no logits are made."""

@@ -1,10 +1,11 @@
 """Scylla: EAGLE's drafter, scaled by laws in its depth and its training text (arXiv 2505.07858).
 
-A token's embedding and the target's final state are concatenated and projected from 2h to h; `layers` decoder layers and
-a norm follow, and the target's own output layer speaks. The normalised output is what the next level reads instead of a
-state. Loss and trees are EAGLE-2's: smooth L1 to the target's next state plus a tenth of its distribution, with noise on
-what is read; likeliest paths first, then the best k nodes of all, k by the batch (`planning/roofline.py`, or k="auto").
-`unroll` above 1 trains that many levels on the head's own states, as EAGLE-3 does.
+A token's embedding and the target's final state are concatenated and projected from 2h to h; `layers` decoder layers
+and a norm follow, and the target's own output layer makes the logits. The normalised output is what the next level
+reads instead of a state. Loss and trees are EAGLE-2's: smooth L1 to the target's next state plus a tenth of its
+distribution, with noise on what is read; likeliest paths first, then the best k nodes of all, k by the batch size
+(`planning/roofline.py`, or k="auto"). `unroll` above 1 trains that many levels on the head's own states, as EAGLE-3
+does.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class Scylla(Head):
         return RerankedTree(max_nodes, DEPTH)
 
     def start_from(self, last_layer: dict[str, Tensor], norm: Tensor) -> None:
-        """Layers from random weights, the norm from the target's."""
+        """Layers from random weights, the norm from the target's, the projection from the state with little else."""
         copy_matching(self.norm, {"weight": norm})
+        with torch.no_grad():
+            self.fuse.weight[:, self.config.shape.hidden :].mul_(0.1).diagonal().add_(1.0)
 
     def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         token = self.token_weights.embedding[tokens].to(self.dtype)
