@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,41 @@ def test_a_killed_training_goes_on_with_the_same_losses(
     assert weights[0] == weights[1]
 
 
+def test_a_first_stage_is_trained_and_resumed(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "raw.jsonl.gz"
+    raw.write_bytes(gzip.compress(json.dumps({"text": TEXT[::-1]}).encode()))
+    stages = {"pretrain": [raw], "pretrain_steps": 6, "steps": 4, "checkpoint_every": 2, "log_every": 1}
+    whole, broken = (plan_for(target, data, tmp_path / name, **stages) for name in ("whole", "broken"))
+    train_head(whole, "scylla", layers=2)
+    loss = HeadTask.loss
+    for deaths in (4, 5):  # in the first stage's fourth step, then in the second stage's third one
+        calls = iter(range(1, 100))
+
+        def dying(self: HeadTask, batch: torch.Tensor, calls: Any = calls, deaths: int = deaths) -> object:
+            if next(calls) > deaths:
+                raise Killed
+            return loss(self, batch)
+
+        monkeypatch.setattr(HeadTask, "loss", dying)
+        with pytest.raises(Killed):
+            train_head(broken, "scylla", layers=2)
+    monkeypatch.setattr(HeadTask, "loss", loss)
+    train_head(broken, "scylla", layers=2)
+    files = [[(plan.out / name).read_bytes() for name in ("model.safetensors",)] for plan in (whole, broken)]
+    assert files[0] == files[1]
+    for name, count in (("pretrain.jsonl", 6), ("log.jsonl", 4)):
+        assert [line["step"] for line in read_log(broken.out / name)] == [*range(1, count + 1)]
+    options = json.loads((broken.out / "config.json").read_text())["options"]
+    assert options["layers"] == 2
+    assert options["stages"] == {
+        "pretrain_tokens": 6 * 4 * 49,
+        "tokens": 4 * 4 * 49,
+        "parameters": load_head(str(broken.out), load(target)).size,
+    }
+
+
 def test_a_folder_of_another_run_is_not_gone_on_with(target: str, data: Path, tmp_path: Path) -> None:
     plan = plan_for(target, data, tmp_path / "head", steps=2)
     train_head(plan, "medusa")
@@ -163,6 +200,8 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
         ({"data": [Path("pyproject.toml")]}, "neither .txt nor .jsonl"),
         ({"out": Path("pyproject.toml/no")}, "cannot be written"),
         ({"target": "./nowhere"}, "no such folder"),
+        ({"pretrain_steps": 3}, "given without --pretrain"),
+        ({"pretrain": [Path("tests/nowhere.txt.gz")]}, "cannot be read"),
     ],
 )
 def test_what_would_fail_later_is_refused_at_once(
@@ -179,6 +218,8 @@ def test_wrong_methods_levels_and_lines_are_named(target: str, data: Path, tmp_p
         train_head(plan, "magic")
     with pytest.raises(ConfigError, match="1 to 16"):
         train_head(plan, "clover", levels=40)
+    with pytest.raises(ConfigError, match="clover has a fixed number of layers"):
+        train_head(plan, "clover", layers=2)
     with pytest.raises(ConfigError, match="another size"):
         train_draft(plan, hidden=30)
     bad = tmp_path / "bad.jsonl"

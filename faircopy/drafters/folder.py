@@ -29,6 +29,8 @@ METHODS: dict[str, Callable[[HeadConfig], Head]] = {
 }
 LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7, "scylla": 7}  # default number of tokens drafted ahead
 
+LAYERED = ("clover2", "scylla")  # methods whose number of layers is an option
+
 
 def new_head(
     method: str, target: str, weights: TokenWeights, levels: int | None = None, seed: int = 0, **options: Any

@@ -20,6 +20,7 @@ from faircopy.model.hidden import stock_token_weights
 from faircopy.train.heads import Teacher
 from faircopy.train.loop import Progress, Settings, train
 from faircopy.train.losses import HeadObjective, objective_of
+from faircopy.train.runs import stage_sizes
 
 SMALLER_TREES = (4, 8, 16, 32)  # measured at the grid's budgets with one layer: A over the number of nodes
 DEEPER = 0.35  # a first guess of what one more layer adds to the time of a training
@@ -146,12 +147,8 @@ class GridRun:
         """The head with the most accepted tokens so far, as a folder that LLM(draft=...) takes."""
         if result.accepted(_main()) > self._best:
             self._best = result.accepted(_main())
-            save_head(head, self.out / "best", **stage_sizes(head, result.tokens, result.answers))
-
-
-def stage_sizes(head: Head, text: int, answers: int) -> dict[str, Any]:
-    """What a head's folder says of its training."""
-    return {"stages": {"text_tokens": text, "answer_tokens": answers, "parameters": head.size}}
+            stages = (result.tokens, result.answers) if result.answers else (0, result.tokens)
+            save_head(head, self.out / "best", **stage_sizes(head, *stages))
 
 
 def describe(result: Result) -> str:
