@@ -31,6 +31,7 @@ from faircopy.bench.record import write
 from faircopy.drafters.folder import new_head
 from faircopy.drafters.heads import Guess, Head
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, noise_keys
+from faircopy.laws.plan import name_of
 from faircopy.laws.points import grid
 from faircopy.laws.run import GridRun
 from faircopy.laws.states import CachedText
@@ -203,7 +204,7 @@ def run(args: argparse.Namespace) -> None:
     held_out = [texts.held_out("greedy", teacher, 0.0), texts.held_out("sampled", teacher, TEMPERATURE)]
     print(f"held out: {len(held_out[0].begins)} prompts, {time.time() - begin:.1f} s", flush=True)
     grid_run = GridRun(
-        target=args.name or Path(args.target).name, folder=args.target, teacher=teacher, text=text,
+        target=args.name or name_of(args.target), folder=args.target, teacher=teacher, text=text,
         answers=texts.cached("answers", teacher, args.answer_tokens), held_out=held_out, out=args.out, rows=args.rows,
         lr=args.lr, bf16=cuda,
     )  # fmt: skip
@@ -221,7 +222,7 @@ def run(args: argparse.Namespace) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="models/target", help="folder of a small Llama")
-    parser.add_argument("--name", help="of the target in the results; its folder's if left out")
+    parser.add_argument("--name", help="of the target in the results, if not its folder's")
     parser.add_argument("--out", type=Path, default=Path("faircopy-laws"))
     parser.add_argument("--work", type=Path, help="OUT if left out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
