@@ -25,9 +25,9 @@ def plot_lines(
     """A line per strategy over batch sizes; with `one`, a dotted line at 1, where nothing is gained."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
-    for name, points in lines.items():
+    for n, (name, points) in enumerate(lines.items()):
         width, (line, marker) = 2.6 if name == "ragged" else 1.6, _style(name)
-        look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name)}
+        look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name, n)}
         axes.plot(*zip(*points, strict=True), label=name, **look)
     batches = sorted({batch for points in lines.values() for batch, _ in points})
     axes.set(xlabel="batch size, sequences", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
@@ -79,8 +79,9 @@ def load_pyplot() -> Any:
     return import_module("matplotlib.pyplot")
 
 
-def _colour(name: str) -> str:
-    return _COLOURS.get(name.partition(",")[0], "#000000")
+def _colour(name: str, n: int) -> str:
+    """A strategy's own colour, or matplotlib's n-th."""
+    return _COLOURS.get(name.partition(",")[0], f"C{n}")
 
 
 def _style(name: str) -> tuple[str, str]:

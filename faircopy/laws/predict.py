@@ -132,7 +132,7 @@ def _point(costs: Costs, layers: int, budget: float) -> Point:
 def _candidate(
     fits: Sequence[Fit], kept: Mapping[int, float], costs: Costs, batch: int, point: Point, nodes: int, same: bool
 ) -> Candidate:
-    drafting = _draft_seconds(costs.level[point.layers], batch, nodes)
+    drafting = draft_seconds(costs.level[point.layers], batch, nodes)
     seconds = costs.target(batch, batch * (nodes + 1)) + drafting
 
     def rate(accepted: float) -> float:
@@ -153,7 +153,7 @@ def _candidate(
     )
 
 
-def _draft_seconds(level: Curve, batch: int, nodes: int) -> float:
+def draft_seconds(level: Curve, batch: int, nodes: int) -> float:
     """A first level of one row per sequence, then as many as EAGLE-2's tree expands."""
     if not nodes:
         return 0.0

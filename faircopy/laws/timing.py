@@ -28,8 +28,14 @@ def level_times(
     found = []
     for layers in depths:
         head = new_head("scylla", target, weights, layers=layers).to(device, kind).serve()
-        found += [{"layers": layers, "rows": count, "ms": _ms(_level(head, count), device)} for count in rows]
+        found += [{"layers": layers, "rows": count, "ms": level_ms(head, count)} for count in rows]
     return found
+
+
+@torch.no_grad()
+def level_ms(head: Head, rows: int) -> float:
+    """Milliseconds of one level over this many rows, each with its own context."""
+    return _ms(_level(head, rows), head.device)
 
 
 def _level(head: Head, count: int) -> Callable[[], object]:
@@ -46,7 +52,6 @@ def _level(head: Head, count: int) -> Callable[[], object]:
     return lambda: head.step(1, memory, tokens, rows).logits.topk(10, -1)
 
 
-@torch.no_grad()
 def _ms(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         from faircopy.bench.timing import graph_ms
