@@ -26,7 +26,7 @@ import torch
 
 from faircopy.bench.plots import plot_lengths, plot_lines
 from faircopy.bench.record import write
-from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
+from faircopy.bench.shapes import SHAPES, random_model, shape_config
 from faircopy.bench.steps import pass_ms, scene
 from faircopy.costs import Curve
 from faircopy.drafters.heads import Head, HeadConfig
@@ -125,7 +125,7 @@ def show_rates(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*QWEN3])
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*SHAPES])
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--context", type=int, default=512)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--plot-rates", type=Path)
     args = parser.parse_args()
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    config = qwen3_config(args.shape, **changes)
+    config = shape_config(args.shape, **changes)
     model = random_model(config, getattr(torch, args.dtype), torch.device(args.device))
     roof = Roofline(shape_of_model(model), named_device("cpu" if args.device == "cpu" else None), args.context)
     found = list(passes(model, args))

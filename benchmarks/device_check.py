@@ -13,7 +13,7 @@ import torch
 from benchmarks.widen import widened_model
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import write
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import SHAPES
 from faircopy.model.loader import load_eos, load_tokenizer
 
 
@@ -39,8 +39,8 @@ def widened(device: str, dtype: str, prompts: list[str], tokens: int) -> dict[st
     options: dict[str, Any] = {"device": device, "cache_memory": "8GiB", "exact": False, "k": 4}
     small = LLM(bundled.target(), draft=bundled.draft(), k=4, dtype="float32", **options)
     kind = getattr(torch, dtype)
-    target: Any = widened_model(bundled.target(), QWEN3["qwen3-8b"], dtype=kind, device=device, exact=False)
-    draft = widened_model(bundled.draft(), QWEN3["qwen3-0.6b"], dtype=kind, device=device, exact=False)
+    target: Any = widened_model(bundled.target(), SHAPES["qwen3-8b"], dtype=kind, device=device, exact=False)
+    draft = widened_model(bundled.draft(), SHAPES["qwen3-0.6b"], dtype=kind, device=device, exact=False)
     target.eos = load_eos(bundled.target())
     wide = LLM(target, draft, 4, tokenizer=load_tokenizer(bundled.target()), dtype=dtype, **options)
     texts = [[a.token_ids for a in llm.generate(prompts, params)] for llm in (small, wide)]

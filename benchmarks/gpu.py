@@ -21,7 +21,7 @@ import torch
 from benchmarks.widen import read_checkpoint, widened_config, widened_model, widened_state
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import PAIR, SHAPES
 from faircopy.model.loader import load_eos, load_model, load_tokenizer
 from faircopy.model.selftest import self_test
 
@@ -56,7 +56,7 @@ class Session:
 
     def widened(self) -> tuple[Any, Any]:
         if self._widened is None:
-            shapes = (TINY, TINY) if self.args.small else tuple(QWEN3.values())
+            shapes = (TINY, TINY) if self.args.small else tuple(SHAPES[name] for name in PAIR)
             kind = torch.float32 if self.device == "cpu" else torch.bfloat16
             pair = [
                 widened_model(source, shape, dtype=kind, device=self.device)
@@ -298,7 +298,7 @@ class Gaps:
 
 def transformers(session: Session) -> Rows:
     """The same weights in transformers: generate() in a batch, and assistant_model= alone."""
-    shapes = (TINY, TINY) if session.args.small else tuple(QWEN3.values())
+    shapes = (TINY, TINY) if session.args.small else tuple(SHAPES[name] for name in PAIR)
     target, draft = (
         stock(s, c, session.device) for s, c in zip((bundled.target(), bundled.draft()), shapes, strict=True)
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
 from benchmarks.widen import widened_model
 from faircopy.bench.record import write
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import SHAPES
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import METHODS, load_head
@@ -102,14 +102,14 @@ def wide_head(small: Head, shape: dict[str, Any], target: Model, **changes: Any)
 def drafter(args: argparse.Namespace, variant: str, small_target: Model, target: Model) -> Any:
     folder = str(args.work / folder_of(variant))
     if variant == "draft":
-        kind = json.loads(args.draft_shape) if args.draft_shape else QWEN3["qwen3-0.6b"]
+        kind = json.loads(args.draft_shape) if args.draft_shape else SHAPES["qwen3-0.6b"]
         return widened_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
     small = load_head(folder, small_target).to(target.dtype)
     return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.token_weights())
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    return json.loads(args.shape) if args.shape else QWEN3["qwen3-8b"]
+    return json.loads(args.shape) if args.shape else SHAPES["qwen3-8b"]
 
 
 def measure(

@@ -31,7 +31,7 @@ from benchmarks.gpu import TINY, Session, say, synchronize
 from benchmarks.heads_wide import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import SHAPES
 from faircopy.build import load_target
 from faircopy.costs import CostTable, Curve
 from faircopy.drafters.base import Drafter, chains
@@ -152,7 +152,7 @@ class Trial:
         if self._wide is None:
             source = load_model(bundled.target(), target.dtype, target.device)
             small = load_head(bundled.named("clover"), source).to(target.dtype)
-            shape = TINY if self._args.small else QWEN3["qwen3-8b"]
+            shape = TINY if self._args.small else SHAPES["qwen3-8b"]
             self._wide = WidenedHead(small, wide_head(small, shape, target)).bind(target.token_weights())
             self._wide.tree = Tree
         return self._wide

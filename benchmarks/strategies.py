@@ -20,7 +20,7 @@ from faircopy import bundled
 from faircopy.bench.pair import Pair, load_pair
 from faircopy.bench.record import append
 from faircopy.bench.run import EAGER, PADDED, Bench, Case, run, spread
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import SHAPES
 from faircopy.bench.workloads import Workload, held_out, retold
 from faircopy.model.loader import load_tokenizer
 
@@ -30,7 +30,7 @@ TINY = {
 }  # fmt: skip
 TINY_DRAFT = {**TINY, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen3": (QWEN3["qwen3-8b"], QWEN3["qwen3-0.6b"]),
+    "qwen3": (SHAPES["qwen3-8b"], SHAPES["qwen3-0.6b"]),
     "tiny": (TINY, TINY_DRAFT),
 }
 EMS = (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from faircopy.bench.tune import ROWS, candidates
+from faircopy.bench.tune import ROWS, candidates, entries, fit
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.tables import Tile
+from faircopy.kernels.groups import group_count
 from faircopy.testing.kernel_checks import Check, checks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,38 +34,80 @@ def test_these_tests_run_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["hopper", "ampere", "default"])
 def test_a_table_of_tiles_can_be_read(name: str) -> None:
-    shapes = tables.read(name)
+    shapes = tables.read(name).get("shapes", {})
     assert (name == "default") or shapes
     for shape, entry in shapes.items():
         outputs, inner = map(int, shape.split("x"))
-        assert tables.span_length(inner, entry["split"]) * (entry["split"] - 1) < inner
         for kind in ("plain", "gated"):
+            groups = group_count(inner, outputs) if kind == "plain" else 1
             for values in entry.get(kind, {}).values():
-                tile = tables._tile(values)
+                tile = tables.as_tile(values)
                 assert tile.bm in (16, 32, 64, 128) and tile.bn <= outputs and tile.bk in (64, 128, 256)
-                assert not (tile.wide and tables.span_length(inner, entry["split"]) % tile.bk), shape
+                assert not (tile.wide and inner // groups % tile.bk), shape
 
 
-def test_an_unknown_shape_gets_a_safe_tile_and_a_split_of_its_own() -> None:
+def test_an_unknown_shape_gets_a_safe_tile() -> None:
     plan = tables.plan(torch.device("cpu"), 640, 8192)
-    assert plan.split > 1
-    assert plan.tile(3, True).bm == 16 and plan.tile(5000, True).wide and not plan.tile(5000, False).wide
+    assert plan.tile(3, True, 4).bm == 16
+    assert plan.tile(5000, True, 4).wide and not plan.tile(5000, False, 4).wide
 
 
-def test_the_split_depends_on_the_shape_alone() -> None:
-    """Whatever the number of rows, the same spans are added: only then can bits agree."""
-    layer = Linear(torch.zeros(64, 2048))
-    assert len({layer.plan.split for _ in (1, 8, 64, 512)}) == 1
-    assert layer.plan.split == tables.default_split(64, 2048)
+def test_few_rows_are_streamed_where_the_device_can() -> None:
+    plan = tables.Plan((4096, 4096), streams=True)
+    for rows in (1, 8, 9, 32, 33, 64):
+        tile = plan.tile(rows, True, 4)
+        assert tile.streamed and rows <= tile.bm < 2 * max(rows, 8)
+        size = tile.resident * tile.stages * tile.bk * (tile.bm + tile.bn) * 2
+        assert size <= 210 << 10, "what a processor has, sums left aside"
+    assert not plan.tile(65, True, 4).streamed
+    assert not plan.tile(8, False, 4).streamed, "32-bit numbers have no tensor cores of this order"
+
+
+def test_a_rule_chooses_the_tile_of_least_expected_time() -> None:
+    small, large = Tile(64, 64, 64, wide=True), Tile(128, 256, 64, wide=True)
+    plan = tables.Plan((4096, 4096), rule=((small, 1.0, 0.1), (large, 1.0, 0.3)))
+    assert plan.tile(100, True, 1) == replace(small, high=1)
+    assert plan.tile(4096, True, 1) == large, "twice the time a step for eight times the work"
+
+
+def test_tiles_of_the_users_own_device_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    monkeypatch.setattr(tables, "_own", tables.KeptTable("tiles"))
+    device, mine = torch.device("cpu"), Tile(64, 128, 64, wide=True)
+    tables.keep(device, "640x8192", {"plain": {"128": tables.as_entry(mine)}})
+    assert tables.plan(device, 640, 8192).tile(100, True, 4) == mine
+
+
+def test_the_order_of_sums_depends_on_the_shape_alone() -> None:
+    """Whatever the number of rows, the same groups are added: only then can bits agree."""
+    assert Linear(torch.zeros(64, 2048)).groups == group_count(2048, 64) == 4
+    assert group_count(2048, 12288) == 2 and group_count(2048, 50000) == 1
+    assert group_count(576) == 1 and group_count(11008) == 4 and group_count(64) == 1
 
 
 @pytest.mark.parametrize("rows", ROWS.values())
 def test_tuning_tries_tiles_that_fit_a_processor(rows: int) -> None:
-    for gated in (False, True):
-        tiles = candidates(rows, gated)
+    for groups in (1, 4):
+        tiles = candidates(rows, groups)
         assert tiles
         for tile in tiles:
             assert tile.stages * tile.bk * (tile.bm * tile.high + tile.bn) * 2 <= 227 << 10
+
+
+def test_the_rule_is_fitted_to_times() -> None:
+    """Times made by a rule give that rule back."""
+    tile = Tile(64, 128, 64, 4, 4, wide=True, resident=2)
+    records = []
+    for outputs, inner, rows in ((4096, 4096, 128), (24576, 4096, 256), (8192, 16384, 512), (1024, 1024, 96)):
+        rounds, steps = tables.work(tile, rows, outputs, inner, 1)
+        us = rounds * (2.5 + 0.4 * steps)
+        records.append(
+            {"shape": [outputs, inner], "gated": True, "rows": rows, "tiles": [[*tables.as_entry(tile), us]]}
+        )
+    ((*entry, over, step),) = fit(records)
+    assert tables.as_tile(entry) == tile
+    assert (over, step) == pytest.approx((2.5, 0.4), rel=1e-3)
+    assert set(entries(records)["4096x4096"]["gated"]) == {"128"}
 
 
 def test_gates_and_values_take_turns() -> None:
@@ -77,4 +123,4 @@ def test_a_product_without_the_promise_is_the_librarys() -> None:
 
 
 def test_tiles_are_values() -> None:
-    assert tables._tile(tables.as_entry(Tile(64, 128, 64, wide=True, high=3))) == Tile(64, 128, 64, wide=True, high=3)
+    assert tables.as_tile(tables.as_entry(Tile(64, 128, 64, wide=True, high=3))) == Tile(64, 128, 64, wide=True, high=3)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.specmemo import PublishedMedusa, buffer_bytes, default_tree, paths_of
 from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled
-from faircopy.bench.shapes import qwen3_config, random_model
+from faircopy.bench.shapes import shape_config, random_model
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import head_skeleton, load_head, save_head
@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = {
 
 
 def qwen(name: str = "qwen3-8b", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ModelShape:
-    return shape_of_config(qwen3_config(name, 8192, **changes), dtype, name)
+    return shape_of_config(shape_config(name, 8192, **changes), dtype, name)
 
 
 EIGHT, HALF = qwen(), qwen("qwen3-0.6b")
@@ -106,7 +106,7 @@ def test_packed_weights_take_the_declared_bytes(outputs: int, pairs: int, dtype:
 @pytest.mark.parametrize("change", [{}, {"intermediate_size": 2048}])
 def test_a_pass_allocates_what_is_declared(dtype: torch.dtype, change: dict[str, int]) -> None:
     """The most bytes of tensors alive at a time in one pass, by torch's profiler."""
-    config = qwen3_config("qwen3-0.6b", 1024, **{**SMALL, **change})
+    config = shape_config("qwen3-0.6b", 1024, **{**SMALL, **change})
     model = random_model(config, dtype, CPU)
     if not fits(torch.zeros(64, 64, dtype=dtype)):
         pytest.skip("other kernels than those that are counted")
@@ -415,7 +415,7 @@ def test_a_dialogue_stays_within_the_limit_to_its_last_turn() -> None:
 def test_plan_prints_tables_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    qwen3_config("qwen3-8b", 8192, dtype="bfloat16").save_pretrained(tmp_path)
+    shape_config("qwen3-8b", 8192, dtype="bfloat16").save_pretrained(tmp_path)
     ask = ("plan", "--target", str(tmp_path), "--draft", "ngram", "--gpu", "h200", "--turns", "4", "--batch", "2")
     code, out, _ = run_command(capsys, monkeypatch, *ask, "--explain", "--memory", "24GiB")
     assert code == 0

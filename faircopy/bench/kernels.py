@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from faircopy.bench.shapes import QWEN3
+from faircopy.bench.shapes import PAIR, SHAPES, products
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.kernels.gpu import attention
 from faircopy.kernels.gpu.linear import Linear
@@ -24,24 +24,10 @@ def check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"check": name, "error": error, "passes": error <= 1.0 if ":" not in name else error == 0.0}
 
 
-def weights(name: str) -> dict[str, tuple[int, int]]:
-    """Shapes [N, K] of a model's products."""
-    c = QWEN3[name]
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    heads, both = c["num_attention_heads"] * c["head_dim"], 2 * c["num_key_value_heads"] * c["head_dim"]
-    return {
-        "qkv": (heads + both, hidden),
-        "out": (hidden, heads),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "head": (c["vocab_size"], hidden),
-    }
-
-
-def product_rows(rate: float, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+def product_rows(rate: float, names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
     """Microseconds of each product, ours and cuBLAS's, against reading the weight once. Gated: the activation too."""
     for name in names:
-        for kind, (outputs, inner) in weights(name).items():
+        for kind, (outputs, inner) in products(name).items():
             layers = _layers(outputs, inner)
             for rows in ROWS:
                 x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
@@ -73,7 +59,8 @@ def _library_us(layers: list[Linear], x: torch.Tensor) -> float:
 
 def attention_rows(rate: float, context: int = 512) -> Iterator[dict[str, Any]]:
     """Microseconds of one layer's attention against reading its keys and values once."""
-    for name, c in QWEN3.items():
+    for name in PAIR:
+        c = SHAPES[name]
         heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         for batch, rows in ((1, 1), (8, 1), (8, 6), (32, 6), (64, 6)):
             scenes = [_scene(batch, rows, heads, kv, dim, context) for _ in range(_copies(batch, context, kv, dim))]
@@ -108,7 +95,7 @@ def _scene(batch: int, rows: int, heads: int, kv: int, dim: int, context: int) -
     return {"q": q, "keys": keys, "values": values, "positions": positions, "plan": plan}
 
 
-def rows(names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+def rows(names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
     """Checks first, then the two ceilings, then times against them."""
     yield from check_rows(torch.device("cuda"))
     rate = read_rate()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from faircopy.bench.shapes import QWEN3, qwen3_config, random_model
+from faircopy.bench.shapes import PAIR, random_model, shape_config
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
@@ -17,7 +17,7 @@ from faircopy.model.weights import DenseModel
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
 
 
-def rows(context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+def rows(context: int = 512, names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
     """The two ceilings, measured now, and passes against them."""
     rate, operations = read_rate(), matrix_rate()
     yield {"read_bytes_per_s": rate, "matrix_operations_per_s": operations}
@@ -25,12 +25,12 @@ def rows(context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[
     yield prompt_row(operations)
 
 
-def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QWEN3)) -> Iterator[dict[str, Any]]:
+def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
     """One row per shape and pass: milliseconds exact and on cuBLAS, medians of graph replays, and the floor."""
     for name in names:
         times: dict[bool, list[float]] = {}
         for exact in (True, False):
-            model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"), exact)
+            model = random_model(shape_config(name), torch.bfloat16, torch.device("cuda"), exact)
             times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
             read = weight_bytes(model)
             floors = [(read + batch * context * kv_bytes_per_token(model)) / rate * 1e3 for batch, _ in PASSES]
@@ -45,7 +45,7 @@ def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = tuple(QW
 
 def prompt_row(rate: float, name: str = "qwen3-8b", batch: int = 8, tokens: int = 1024) -> dict[str, Any]:
     """Reading prompts: milliseconds, and the share of the measured matrix rate that its products reach."""
-    model = random_model(qwen3_config(name), torch.bfloat16, torch.device("cuda"))
+    model = random_model(shape_config(name), torch.bfloat16, torch.device("cuda"))
     ms = pass_ms(model, batch, tokens, tokens, first=True)
     operations = 2 * batch * tokens * (weight_bytes(model, head=False) // 2)
     return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from faircopy.kernels.gpu.tables import default_split
+from faircopy.kernels.groups import group_count
 from faircopy.model.base import ModelShape
 
 FEW = 64  # rows up to which the fused decoder's products leave their spans of K to the reader
@@ -67,6 +67,6 @@ def _fused(shape: ModelShape, rows: int) -> int:
 
 
 def _product(outputs: int, inner: int, rows: int, itemsize: int) -> int:
-    """Bytes per row of a product: finished, or float32 spans for the reader to add (kernels/gpu/linear.py)."""
-    spans = default_split(outputs, inner) if itemsize == 4 or rows <= FEW else 1
-    return outputs * (itemsize if spans == 1 else 4 * spans)
+    """Bytes per row of a product: finished, or float32 parts for the reader to add (kernels/gpu/linear.py)."""
+    parts = group_count(inner, outputs) if itemsize == 4 or rows <= FEW else 1
+    return outputs * (itemsize if parts == 1 else 4 * parts)

@@ -102,7 +102,7 @@ def report(
         print(file)
 
 
-SHAPES = "Shapes to measure: qwen3-8b, qwen3-0.6b."
+SHAPES = "A shape to measure (llama-3.1-8b, ...; an unknown one lists them); qwen3-8b and qwen3-0.6b by default."
 
 
 @app.command(cls=Command)
@@ -158,13 +158,13 @@ def _needs_gpu() -> None:
 
 
 def _shapes(names: list[str] | None) -> tuple[str, ...]:
-    from faircopy.bench.shapes import QWEN3
+    from faircopy.bench.shapes import PAIR, SHAPES
     from faircopy.errors import ConfigError
 
     for name in names or ():
-        if name not in QWEN3:
-            raise ConfigError("--shape", name, "unknown", f"use one of {', '.join(QWEN3)}")
-    return tuple(names or QWEN3)
+        if name not in SHAPES:
+            raise ConfigError("--shape", name, "unknown", f"use one of {', '.join(SHAPES)}")
+    return tuple(names or PAIR)
 
 
 def _collect(out: Path, settings: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step
+from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step, tables
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
-from faircopy.kernels.gpu.tables import Tile, span_length
+from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.rope import rope_table
 from faircopy.testing import sampling_checks, tree_checks
 
@@ -44,6 +44,7 @@ def checks() -> Iterator[Check]:
     yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "linear: rows do not know how many they are", _companies
+    yield "linear: streamed and not", _streams
     yield "pick: the same tokens", _pick
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
@@ -71,25 +72,28 @@ def _random(device: torch.device, *shape: int, dtype: torch.dtype = torch.float3
 
 
 def _linear(device: torch.device, dtype: torch.dtype, biased: bool) -> float:
-    """All tile kinds, with a last span shorter than the others."""
-    outputs, inner, rows = 96, 320, 21
+    """All tile kinds and numbers of groups."""
+    outputs, inner, rows = 96, 512, 21
     w, x = _random(device, outputs, inner, dtype=dtype), _random(device, rows, inner, dtype=dtype)
     bias = _random(device, outputs, dtype=dtype) if biased else None
-    layer = linear.Linear(w, bias)
-    worst = 0.0
-    for split in (1, 2, 4):
-        reference = linear.parts_twin(x, w, bias, split)
-        parts = layer.run(x, Tile(16, 32, 64), split)
-        added = linear.add_spans(parts, dtype) if split > 1 else parts[0]
-        worst = max(worst, distance(parts, reference), distance(added, reference.sum(0)))
-    if layer.wide_enough(x):
-        many, tiles = _random(device, 150, inner, dtype=dtype), [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-        outs = [layer.run(many, tile, 1)[0] for tile in tiles]
-        worst = max(worst, *(distance(out, linear.parts_twin(many, w, bias, 1)[0]) for out in outs))
-        for tile in (Tile(64, 32, 64, wide=True, high=3, apart=apart) for apart in (False, True)):
-            parts = layer.run(many, tile, 2).float().sum(0)
-            worst = max(worst, distance(parts, linear.parts_twin(many, w, bias, 2).sum(0)))
-    return max(worst, distance(layer(x), linear.parts_twin(x, w, bias, 1)[0]))
+    many, worst = _random(device, 150, inner, dtype=dtype), 0.0
+    for groups in (1, 2, 4):
+        layer = linear.Linear(w, bias, groups=groups)
+        reference = linear.parts_twin(x, w, bias, groups)
+        parts = layer.run(x, Tile(16, 32, 64))
+        added = linear.add_parts(parts, dtype) if groups > 1 else parts[0]
+        worst = max(worst, distance(parts, reference), distance(added, reference.sum(0)), distance(layer(x), added))
+        if layer.tensor_cores(x):
+            reference = linear.parts_twin(many, w, bias, groups).sum(0)
+            outs = [layer.run(many, tile).float().sum(0) for tile in _wide_tiles(64, 32)]
+            worst = max(worst, *(distance(out, reference) for out in outs))
+    uneven = _random(device, outputs, 328, dtype=dtype)
+    return max(worst, distance(linear.Linear(uneven)(x[:, :328]), linear.parts_twin(x[:, :328], uneven, None, 1)[0]))
+
+
+def _wide_tiles(height: int, width: int) -> list[Tile]:
+    heights = (1, 2, 3)
+    return [Tile(height, width, 64, wide=True, high=high, apart=apart) for high in heights for apart in (False, True)]
 
 
 def _gated(device: torch.device, dtype: torch.dtype) -> float:
@@ -99,9 +103,8 @@ def _gated(device: torch.device, dtype: torch.dtype) -> float:
         layer = linear.Linear.gating(w)
         reference = linear.gated_twin(linear.parts_twin(x, layer.weight, None, 1)[0].to(dtype), kind)
         worst = max(worst, distance(layer.gated(x, kind), reference))
-        if layer.wide_enough(x):
-            tiles = [Tile(64, 32, 64, wide=True, high=h) for h in (1, 2, 3)]
-            worst = max(worst, *(distance(layer.run(x, tile, 1, kind)[0], reference) for tile in tiles))
+        if layer.tensor_cores(x):
+            worst = max(worst, *(distance(layer.run(x, tile, kind)[0], reference) for tile in _wide_tiles(64, 32)))
     return worst
 
 
@@ -110,8 +113,8 @@ def _norms(device: torch.device, dtype: torch.dtype) -> float:
     ids = torch.tensor([3, 29, 0, 31, -1], dtype=torch.int32, device=device)
     ours, twin = norm.embed_norm(ids, table, weight, 1.5, 1e-6), norm.embed_norm_twin(ids, table, weight, 1.5, 1e-6)
     worst = max(distance(a, b) for a, b in zip(ours, twin, strict=True))
-    for split, after in ((1, None), (3, None), (2, weight)):
-        parts = _random(device, split, 5, 80, dtype=torch.float32 if split > 1 else dtype)
+    for count, after in ((1, None), (4, None), (2, weight)):
+        parts = _random(device, count, 5, 80, dtype=torch.float32 if count > 1 else dtype)
         x = _random(device, 5, 80, dtype=dtype)
         x[2, 3] = torch.nan
         other, (fine, well) = x.clone(), torch.empty(2, 5, dtype=torch.bool, device=device)
@@ -123,8 +126,8 @@ def _norms(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _heads(device: torch.device, dtype: torch.dtype, kind: str) -> float:
-    rows, count, kv, dim, split = 7, 6, 2, 32, 2
-    parts = _random(device, split, rows, (count + 2 * kv) * dim)
+    rows, count, kv, dim, number = 7, 6, 2, 32, 2
+    parts = _random(device, number, rows, (count + 2 * kv) * dim)
     parts[0, 3, -1] = torch.inf
     half = dim // 4 if kind == "partial" else dim // 2
     table = rope_table(torch.rand(half, generator=torch.Generator().manual_seed(1)), 50, 1.0, dtype).to(device)
@@ -260,18 +263,33 @@ COMPANIES = (1, 2, 5, 16, 17, 40, 64, 130)
 
 
 def _companies(device: torch.device) -> float:
-    """Rows alone, in small company by spans, in large company by the standing grid: the same bits."""
+    """Rows alone, in small company by groups, in large company by the standing grid: the same bits."""
     w, x = _random(device, 128, 2048, dtype=HALF), _random(device, 130, 2048, dtype=HALF)
-    layer = linear.Linear(w)
-    assert span_length(2048, layer.plan.split) < 2048, "a shape with spans is wanted"
-    whole = layer(x)
+    layer, gating = linear.Linear(w), linear.Linear.gating(w)
+    assert layer.groups == 4, "a shape with all groups is wanted"
+    whole, gated = layer(x), gating.gated(x, "silu")
     wrong = sum(not torch.equal(layer(x[:m].contiguous()), whole[:m]) for m in COMPANIES)
-    tiles = [Tile(64, 64, 64, wide=True, high=high, apart=apart) for high in (1, 2, 3) for apart in (False, True)]
-    for parts in (layer.run(x, tile, layer.plan.split) for tile in tiles):
-        done = parts[0] if len(parts) == 1 else linear.add_spans(parts, HALF)
+    for parts in (layer.run(x, tile) for tile in _wide_tiles(64, 64)):
+        done = parts[0] if len(parts) == 1 else linear.add_parts(parts, HALF)
         wrong += not torch.equal(done, whole)
-    gated = layer.gated(x, "silu")
-    wrong += sum(not torch.equal(layer.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
+    wrong += sum(not torch.equal(gating.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
+    return float(wrong)
+
+
+def _streams(device: torch.device) -> float:
+    """Streamed products, where the device has them, and the others: the same bits."""
+    if not tables.plan(device, 192, 2048).streams:
+        return 0.0
+    wrong = 0
+    for groups, biased in ((1, True), (2, False), (4, True)):
+        w, x = _random(device, 192, 2048, dtype=HALF), _random(device, 64, 2048, dtype=HALF)
+        layer = linear.Linear(w, _random(device, 192, dtype=HALF) if biased else None, groups=groups)
+        parts = layer.run(x, Tile(64, 64, 64))
+        wrong += sum(not torch.equal(layer.parts(x[:m].contiguous()), parts[:, :m]) for m in COMPANIES if m <= 64)
+        for kind in ("silu", "gelu_pytorch_tanh", "gelu", "relu"):
+            gating = linear.Linear.gating(w)
+            gated = gating.run(x, Tile(64, 64, 64), kind)[0]
+            wrong += sum(not torch.equal(gating.gated(x[:m].contiguous(), kind), gated[:m]) for m in (1, 17, 64))
     return float(wrong)
 
 

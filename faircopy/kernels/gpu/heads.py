@@ -8,19 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import begin, launched, options, power
-from faircopy.kernels.gpu.linear import add_spans_twin
+from faircopy.kernels.gpu.linear import add_parts_twin, added
 from faircopy.kernels.rope import rotate
 
 
 @triton.jit
 def _read(
-    parts, row, rows, heads, dims, inside, WIDTH: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, kind: tl.constexpr
+    parts, row, rows, heads, dims, inside, WIDTH: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr
 ):
-    """Some heads of one row, spans added in order, as the product's type has them."""
-    total = tl.zeros((heads.shape[0], dims.shape[0]), tl.float32)
-    for span in tl.static_range(SPLIT):
-        where = parts + (span * rows + row) * WIDTH + heads[:, None] * D + dims[None, :]
-        total += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    """Some heads of one row, parts added, as the product's type has them."""
+    where = parts + row * WIDTH + heads[:, None] * D + dims[None, :]
+    total = added(where, rows.to(tl.int64) * WIDTH, inside, PARTS)
     return total.to(kind).to(tl.float32)
 
 
@@ -34,7 +32,7 @@ def _finite(x):
 @triton.jit(do_not_specialize=["rows"])
 def _place(
     parts, norm, table, positions, slots, q, keys, values, rows, eps, context,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
     NORMED: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     HB: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +44,7 @@ def _place(
     dims = tl.arange(0, DP)
     inside = (heads[:, None] < HEADS + 2 * KV) & (dims[None, :] < D)
     begin(PDL)
-    x = _read(parts, row, rows, heads, dims, inside, WIDTH, D, SPLIT, kind)
+    x = _read(parts, row, rows, heads, dims, inside, WIDTH, D, PARTS, kind)
     turns = heads < HEADS + KV
     scale = tl.full((HB,), 1.0, tl.float32)
     if NORMED:
@@ -67,7 +65,7 @@ def _place(
         rotated = dims < 2 * HALF
         partner = tl.where(rotated, partner, dims)
         angle = tl.where(rotated, angle, 0)
-        other = _read(parts, row, rows, heads, partner, inside, WIDTH, D, SPLIT, kind)
+        other = _read(parts, row, rows, heads, partner, inside, WIDTH, D, PARTS, kind)
         if NORMED:
             weight = tl.load(norm + heads[:, None] * D + partner[None, :], mask=inside & turns[:, None], other=1.0)
             other = (other * scale[:, None] * weight.to(tl.float32)).to(kind).to(tl.float32)
@@ -97,7 +95,7 @@ def place(
     eps: float,
     interleaved: bool,
 ) -> Tensor:
-    """Queries [T, H, D] out of the fused projection [S, T, (H + 2 Hkv) D]; keys and values go to their slots.
+    """Queries [T, H, D] out of the fused projection [P, T, (H + 2 Hkv) D]; keys and values go to their slots.
 
     norm [H + Hkv, D] or None; table [positions, 2, rotary / 2] or None: heads are not rotated.
     """
@@ -106,7 +104,7 @@ def place(
     hb = 8
     _place[(rows, -(-(heads + 2 * kv) // hb))](
         parts, norm, table, positions, slots, q, keys, values, rows, eps, 1 if table is None else table.shape[0],
-        HEADS=heads, KV=kv, D=d, HALF=0 if table is None else table.shape[2], SPLIT=parts.shape[0],
+        HEADS=heads, KV=kv, D=d, HALF=0 if table is None else table.shape[2], PARTS=parts.shape[0],
         NORMED=norm is not None, ROTARY=table is not None, INTERLEAVED=interleaved, HB=hb, DP=power(d), num_warps=4,
         **options(keys.device),
     )  # fmt: skip
@@ -126,7 +124,7 @@ def place_twin(
     interleaved: bool,
 ) -> Tensor:
     kv, d = keys.shape[1:]
-    qkv = add_spans_twin(parts, keys.dtype).view(-1, heads + 2 * kv, d)
+    qkv = add_parts_twin(parts, keys.dtype).view(-1, heads + 2 * kv, d)
     qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
     if norm is not None:
         qk = (torch.nn.functional.rms_norm(qk.float(), (d,), None, eps) * norm.float()).to(keys.dtype)

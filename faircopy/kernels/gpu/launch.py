@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -101,7 +102,7 @@ def _specialised(x: Any) -> Any:
         return x.dtype if x.data_ptr() % ALIGNMENT == 0 else (x.dtype, False)
     if x.__class__ is int:
         return 1 if x == 1 else (16 if x % 16 == 0 else 2) << (0 if -_LONG <= x < _LONG else 8)
-    if isinstance(x, TensorDescriptor):
+    if isinstance(x, TensorDescriptor | GluonDescriptor):
         return x.base.dtype, *x.block_shape
     return float if x.__class__ is float else x
 

@@ -1,11 +1,12 @@
 """Products in one fixed order: tiles may change with the number of rows, the order of summation along K may not.
 
-K is cut into a number of spans fixed by the weight's shape. Few rows: each span is its own block, and whoever reads the
-product adds the spans in order. Many rows: one block walks over all spans and adds them in that same order.
+K is cut into groups (`kernels/groups.py`). Few rows: each group is its own block's, and whoever reads the product adds
+these parts by the tree. Many rows: one block walks over all groups and adds them by that same tree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,36 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
-from faircopy.kernels.gpu import tables
+from faircopy.kernels.gpu import stream, tables
+from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
-from faircopy.kernels.gpu.tables import Tile, span_length
+from faircopy.kernels.gpu.tables import Tile
+from faircopy.kernels.groups import add_tree, group_count
 
 SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
-
-
-@triton.jit
-def activated(x, KIND: tl.constexpr):
-    """An activation in float32."""
-    if KIND == "silu" or KIND == "swish":
-        return x / (1.0 + tl.exp(-x))
-    if KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    if KIND == "relu":
-        return tl.maximum(x, 0.0)
-    inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
-    return x / (1.0 + tl.exp(-2.0 * inner))
-
-
-@triton.jit
-def _fetch(w, cols, N, K, first, AHEAD: tl.constexpr, BN: tl.constexpr):
-    """Ask for the first weights of this block: they do not depend on the kernel before."""
-    lines = first + tl.arange(0, AHEAD) * 64
-    where = w + cols[:, None].to(tl.int64) * K + tl.minimum(lines, K - 1)[None, :]
-    inside = tl.broadcast_to(cols[:, None] < N, (BN, AHEAD))
-    where = tl.where(inside, where.to(tl.int64, bitcast=True), w.to(tl.int64, bitcast=True))
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [where], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -99,28 +77,26 @@ def _biased(y, bias, cols, N, BIASED: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["M"])
 def _narrow(
-    x, w, bias, out, M, N, K, SPAN,
+    x, w, bias, out, M, N, K, LENGTH,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
-    PRECISE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PRECISE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few rows: one block per (columns, rows, span)."""
-    tile_n, tile_m, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Few rows: one block per (columns, rows, group)."""
+    tile_n, tile_m, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    first = span * SPAN
-    last = tl.minimum(first + SPAN, K)
+    first = group * LENGTH
+    last = tl.minimum(first + LENGTH, K)
     if PDL:
-        if AHEAD:
-            _fetch(w, cols, N, K, first, AHEAD, BN)
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
     acc = tl.zeros((BM, BN), tl.float32)
     y = _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK, EVEN, PRECISE)
-    if span == 0:
+    if group == 0:
         y = _biased(y, bias, cols, N, BIASED)
     if PDL and not EARLY:
         gdc_launch_dependents()
-    part = out + span.to(tl.int64) * M * N
+    part = out + group.to(tl.int64) * M * N
     _put(part, y, tile_m * BM, tile_n * BN, M, N, BM, BN, GATE)
 
 
@@ -137,57 +113,79 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
     return a0, a1, a2
 
 
+@triton.jit
+def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr):
+    """Up to three tiles of rows, summed over one group of K; the first group has the bias."""
+    a0 = tl.zeros((BM, BN), tl.float32)
+    a1, a2 = a0, a0
+    a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, group * LENGTH, (group + 1) * LENGTH, BM, BK, HIGH)
+    if BIASED and group == 0:
+        cols = col + tl.arange(0, BN)
+        a0 = _biased(a0, bias, cols, N, True)
+        a1 = _biased(a1, bias, cols, N, True)
+        a2 = _biased(a2, bias, cols, N, True)
+    return a0, a1, a2
+
+
+@triton.jit
+def _kept(stash, tile, y, BM: tl.constexpr, BN: tl.constexpr, FETCH: tl.constexpr):
+    """Put a tile of sums aside, or add what was put aside to it."""
+    at = (tile * BM + tl.arange(0, BM))[:, None] * BN + tl.arange(0, BN)[None, :]
+    if FETCH:
+        y = tl.load(stash + at) + y
+    else:
+        tl.store(stash + at, y)
+    return y
+
+
+@triton.jit
+def _kept_all(stash, a0, a1, a2, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr, FETCH: tl.constexpr):
+    tl.debug_barrier()  # threads may read what others have put aside
+    a0 = _kept(stash, 0, a0, BM, BN, FETCH)
+    if HIGH > 1:
+        a1 = _kept(stash, 1, a1, BM, BN, FETCH)
+    if HIGH > 2:
+        a2 = _kept(stash, 2, a2, BM, BN, FETCH)
+    return a0, a1, a2
+
+
 @launched
-@triton.jit(do_not_specialize=["M", "SPLIT", "GRID"])
+@triton.jit(do_not_specialize=["M", "GRID"])
 def _wide(
-    x, w, bias, out, M, N, K, SPAN, SPLIT, GRID,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr,
-    GATE: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, out, stash, M, N, LENGTH, GRID,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, ABREAST: tl.constexpr,
+    GROUPS: tl.constexpr, APART: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Many rows: tensor descriptors and a grid that stays. SPANS: "one"; "inside", added in order by the block;
-    "apart", each a tile of its own, for the reader to add."""
+    """Many rows: tensor descriptors and a grid that stays. APART: each group is a tile of its own, for the reader to
+    add; else a block adds its groups by the tree, two by two: the first pair waits in memory, not in registers."""
     if PDL:
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
     tiles_m, tiles_n = tl.cdiv(M, BM * HIGH), tl.cdiv(N, BN)
-    per_span = tiles_m * tiles_n
-    total = per_span * SPLIT if SPANS == "apart" else per_span
+    per_group = tiles_m * tiles_n
+    total = per_group * GROUPS if APART else per_group
+    stash += tl.program_id(0).to(tl.int64) * (BM * HIGH * BN)
     for tile in tl.range(tl.program_id(0), total, GRID):
-        row, col = _place_tile(tile % per_span, tiles_m, tiles_n, BM * HIGH, BN, GROUP)
-        cols = col + tl.arange(0, BN)
-        a0 = tl.zeros((BM, BN), tl.float32)
-        a1, a2 = a0, a0
+        row, col = _place_tile(tile % per_group, tiles_m, tiles_n, BM * HIGH, BN, ABREAST)
         part = out
-        if SPANS == "apart":
-            span = tile // per_span
-            part = out + span.to(tl.int64) * M * N
-            last = tl.minimum((span + 1) * SPAN, K)
-            a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
-            if BIASED and span == 0:
-                a0 = _biased(a0, bias, cols, N, True)
-                a1 = _biased(a1, bias, cols, N, True)
-                a2 = _biased(a2, bias, cols, N, True)
-        elif SPANS == "inside":
-            for span in range(SPLIT):
-                b0 = tl.zeros((BM, BN), tl.float32)
-                b1, b2 = b0, b0
-                last = tl.minimum((span + 1) * SPAN, K)
-                b0, b1, b2 = _sweep(b0, b1, b2, x, w, row, col, span * SPAN, last, BM, BK, HIGH)
-                if BIASED and span == 0:
-                    b0 = _biased(b0, bias, cols, N, True)
-                    b1 = _biased(b1, bias, cols, N, True)
-                    b2 = _biased(b2, bias, cols, N, True)
-                a0 += b0
-                if HIGH > 1:
-                    a1 += b1
-                if HIGH > 2:
-                    a2 += b2
+        if APART or GROUPS == 1:
+            group = tile // per_group
+            part = out + group.to(tl.int64) * M * N
+            a0, a1, a2 = _group(x, w, bias, row, col, group, LENGTH, N, BM, BN, BK, HIGH, BIASED)
         else:
-            a0, a1, a2 = _sweep(a0, a1, a2, x, w, row, col, 0, K, BM, BK, HIGH)
-            a0 = _biased(a0, bias, cols, N, BIASED)
-            a1 = _biased(a1, bias, cols, N, BIASED)
-            a2 = _biased(a2, bias, cols, N, BIASED)
+            a0 = tl.zeros((BM, BN), tl.float32)
+            a1, a2 = a0, a0
+            for pair in tl.range(0, GROUPS // 2):
+                a0, a1, a2 = _group(x, w, bias, row, col, 2 * pair, LENGTH, N, BM, BN, BK, HIGH, BIASED)
+                b0, b1, b2 = _group(x, w, bias, row, col, 2 * pair + 1, LENGTH, N, BM, BN, BK, HIGH, False)
+                a0, a1, a2 = a0 + b0, a1 + b1, a2 + b2
+                if GROUPS == 4:
+                    if pair == 0:
+                        a0, a1, a2 = _kept_all(stash, a0, a1, a2, BM, BN, HIGH, False)
+                    else:
+                        a0, a1, a2 = _kept_all(stash, a0, a1, a2, BM, BN, HIGH, True)
         _put(part, a0, row, col, M, N, BM, BN, GATE)
         if HIGH > 1:
             _put(part, a1, row + BM, col, M, N, BM, BN, GATE)
@@ -198,38 +196,56 @@ def _wide(
 
 
 @triton.jit
-def _place_tile(tile, tiles_m, tiles_n, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+def _place_tile(tile, tiles_m, tiles_n, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ABREAST: tl.constexpr):
     """First row and column of a tile; neighbours in time share weights."""
-    per_group = GROUP * tiles_n
-    group = tile // per_group
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    return (group * GROUP + (tile % per_group) % height) * HEIGHT, (tile % per_group) // height * WIDTH
+    per_band = ABREAST * tiles_n
+    band = tile // per_band
+    height = tl.minimum(tiles_m - band * ABREAST, ABREAST)
+    return (band * ABREAST + (tile % per_band) % height) * HEIGHT, (tile % per_band) // height * WIDTH
+
+
+@triton.jit
+def _part(parts, size, inside):
+    return tl.load(parts + size, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def added(parts, size, inside, COUNT: tl.constexpr):
+    """One, two or four parts that lie `size` apart, added by the tree."""
+    total = _part(parts, 0, inside)
+    if COUNT > 1:
+        total += _part(parts, size, inside)
+    if COUNT > 2:
+        total += _part(parts, 2 * size, inside) + _part(parts, 3 * size, inside)
+    return total
 
 
 @launched
 @triton.jit(do_not_specialize=["size"])
-def _add_spans(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_parts(parts, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for span in range(SPLIT):
-        total += tl.load(parts + span * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    total = added(parts + at, size.to(tl.int64), at < size, COUNT)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
 class Linear:
     """A weight [N, K] ready to multiply; the same row gives the same bits with any number of rows beside it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, exact: bool = True, groups: int | None = None
+    ) -> None:
+        """groups: of K, for a share of a larger weight; else by the weight's own shape."""
         self.weight, self.bias, self.exact = weight.contiguous(), bias, exact
         self.outputs, self.inner = weight.shape
+        self.groups = group_count(self.inner, self.outputs) if groups is None else groups
         self.plan = tables.plan(weight.device, self.outputs, self.inner, weight.dtype)
-        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        self._descriptors: dict[tuple[int, int, bool], Any] = {}
 
     @classmethod
     def gating(cls, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Linear:
         """From gates on top of values [2 I, K]: rows take turns, so that one tile holds both of each pair."""
-        return cls(_alternate(weight), None if bias is None else _alternate(bias), exact)
+        return cls(_alternate(weight), None if bias is None else _alternate(bias), exact, groups=1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
@@ -238,84 +254,90 @@ class Linear:
         if not x.shape[0]:
             return x.new_empty(0, self.outputs)
         parts = self.parts(aligned(x))
-        return parts[0] if parts.shape[0] == 1 else add_spans(parts, x.dtype)
+        return parts[0] if parts.shape[0] == 1 else add_parts(parts, x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:
-        """x [M, K] -> [S, M, N]: either finished, or float32 spans that the reader adds in order."""
+        """x [M, K] -> [P, M, N]: either finished, or float32 groups that the reader adds by the tree."""
         if not self.exact:
             return F.linear(x, self.weight, self.bias)[None]
-        return self.run(x, self.plan.tile(x.shape[0], self.wide_enough(x)), self.plan.split)
+        return self.run(x, self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups))
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
         """x [M, K] -> activation(gates) * values, [M, N / 2], for weights that take turns."""
         if not self.exact:
             return gated_twin(F.linear(x, self.weight, self.bias), kind)
-        return self.run(x, self.plan.gated(x.shape[0], self.wide_enough(x)), 1, kind)[0]
+        return self.run(x, self.plan.gated(x.shape[0], self.tensor_cores(x)), kind)[0]
 
-    def wide_enough(self, x: Tensor) -> bool:
+    def tensor_cores(self, x: Tensor) -> bool:
         """Descriptors want 16-byte rows, and tensor cores 16-bit numbers."""
         return x.dtype != torch.float32 and self.inner % 64 == 0 and (x.is_cuda or INTERPRETED)
 
-    def run(self, x: Tensor, t: Tile, split: int, gate: str = "none") -> Tensor:
-        """[S, M, N or N / 2] by this tile, with K cut into `split` spans."""
-        spans = "one" if split == 1 else "inside" if t.wide and not t.apart else "apart"
-        parts, kind = (split, torch.float32) if spans == "apart" else (1, x.dtype)
+    def run(self, x: Tensor, t: Tile, gate: str = "none") -> Tensor:
+        """[P, M, N or N / 2] by this tile."""
+        parts = self.groups if not t.wide or t.apart else 1
         outputs = self.outputs if gate == "none" else self.outputs // 2
+        kind = x.dtype if parts == 1 else torch.float32
         out = torch.empty(parts, x.shape[0], outputs, dtype=kind, device=x.device)
+        more = options(x.device)
+        if t.streamed:
+            stream.stream(self._descriptor(t, stream.descriptor), self.bias, x, out, t, gate, more)
+            return out
         common = {
             "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,
-            "EARLY": self.weight.nbytes < SHORT, "num_warps": t.warps, "num_stages": t.stages, **options(x.device),
+            "EARLY": self.weight.nbytes < SHORT, "num_warps": t.warps, "num_stages": t.stages, **more,
         }  # fmt: skip
         if t.wide:
-            self._wide(x, t, split, spans, out, common)
+            self._wide(x, t, out, common)
         else:
-            self._narrow(x, t, split, out, common)
+            self._narrow(x, t, out, common)
         return out
 
-    def _narrow(self, x: Tensor, t: Tile, split: int, out: Tensor, common: dict[str, Any]) -> None:
-        span, rows = span_length(self.inner, split), x.shape[0]
-        even = span % t.bk == 0 and self.inner % span == 0
-        _narrow[(-(-self.outputs // t.bn), -(-rows // t.bm), split)](
-            x, self.weight, self.bias, out, rows, self.outputs, self.inner, span,
-            EVEN=even, PRECISE=x.dtype == torch.float32, AHEAD=t.ahead, **common,
+    def _narrow(self, x: Tensor, t: Tile, out: Tensor, common: dict[str, Any]) -> None:
+        length, rows = self.inner // self.groups, x.shape[0]
+        _narrow[(-(-self.outputs // t.bn), -(-rows // t.bm), self.groups)](
+            x, self.weight, self.bias, out, rows, self.outputs, self.inner, length,
+            EVEN=length % t.bk == 0, PRECISE=x.dtype == torch.float32, **common,
         )  # fmt: skip
 
-    def _wide(self, x: Tensor, t: Tile, split: int, spans: str, out: Tensor, common: dict[str, Any]) -> None:
-        rows = x.shape[0]
-        tiles = -(-rows // (t.bm * t.high)) * -(-self.outputs // t.bn) * out.shape[0]
+    def _wide(self, x: Tensor, t: Tile, out: Tensor, common: dict[str, Any]) -> None:
+        rows, height = x.shape[0], t.bm * t.high
+        tiles = -(-rows // height) * -(-self.outputs // t.bn) * out.shape[0]
         grid = min(processors(x.device) * t.resident, tiles)
+        waits = self.groups == 4 and not t.apart
+        stash = torch.empty(grid * height * t.bn if waits else 1, dtype=torch.float32, device=x.device)
         source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
         _wide[(grid,)](
-            source, self._descriptor(t.bn, t.bk), self.bias, out, rows, self.outputs, self.inner,
-            span_length(self.inner, split), split, grid, HIGH=t.high, GROUP=8, SPANS=spans, **common,
+            source, self._descriptor(t, _tiles), self.bias, out, stash, rows, self.outputs,
+            self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, **common,
         )  # fmt: skip
 
-    def _descriptor(self, bn: int, bk: int) -> TensorDescriptor:
-        if (bn, bk) not in self._descriptors:
-            self._descriptors[bn, bk] = TensorDescriptor.from_tensor(self.weight, [bn, bk])
-        return self._descriptors[bn, bk]
+    def _descriptor(self, t: Tile, make: Callable[[Tensor, int, int], Any]) -> Any:
+        key = (t.bn, t.bk, t.streamed)
+        if key not in self._descriptors:
+            self._descriptors[key] = make(self.weight, t.bn, t.bk)
+        return self._descriptors[key]
 
 
-def add_spans(parts: Tensor, kind: torch.dtype) -> Tensor:
-    """[S, M, N] float32 -> [M, N], spans added in order."""
+def _tiles(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [height, depth])
+
+
+def add_parts(parts: Tensor, kind: torch.dtype) -> Tensor:
+    """[P, M, N] float32 -> [M, N], parts added by the tree."""
     out = torch.empty(parts.shape[1:], dtype=kind, device=parts.device)
     size, block = out.numel(), 1024
-    _add_spans[(-(-size // block),)](parts, out, size, SPLIT=parts.shape[0], BLOCK=block, **options(parts.device))
+    _add_parts[(-(-size // block),)](parts, out, size, COUNT=parts.shape[0], BLOCK=block, **options(parts.device))
     return out
 
 
-def add_spans_twin(parts: Tensor, kind: torch.dtype) -> Tensor:
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
-    for part in parts:
-        total = total + part
-    return total.to(kind)
+def add_parts_twin(parts: Tensor, kind: torch.dtype) -> Tensor:
+    return add_tree(parts.float()).to(kind)
 
 
-def parts_twin(x: Tensor, weight: Tensor, bias: Tensor | None, split: int) -> Tensor:
-    """What the kernels compute, span by span."""
-    span = span_length(weight.shape[1], split)
-    cuts = [slice(s * span, (s + 1) * span) for s in range(split)]
-    parts = torch.stack([x[:, cut].float() @ weight[:, cut].float().T for cut in cuts])
+def parts_twin(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """What the kernels compute, group by group."""
+    pairs = zip(x.float().chunk(groups, 1), weight.float().chunk(groups, 1), strict=True)
+    parts = torch.stack([rows @ columns.T for rows, columns in pairs])
     if bias is not None:
         parts[0] += bias.float()
     return parts
@@ -330,4 +352,4 @@ def _alternate(stacked: Tensor) -> Tensor:
     return stacked.view(2, -1, *stacked.shape[1:]).transpose(0, 1).reshape(stacked.shape)
 
 
-__all__ = ["Linear", "activated", "add_spans", "add_spans_twin", "gated_twin", "parts_twin"]
+__all__ = ["Linear", "add_parts", "add_parts_twin", "added", "gated_twin", "parts_twin"]

@@ -1,4 +1,4 @@
-"""The seams between products: add a product's spans to the residual stream and normalise what comes out."""
+"""The seams between products: add a product's parts to the residual stream and normalise what comes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import begin, launched, options, power
-from faircopy.kernels.gpu.linear import add_spans_twin
+from faircopy.kernels.gpu.linear import add_parts_twin, added
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _embed(
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     x, parts, after, weight, y, healthy, rows, multiplier, eps,
-    N: tl.constexpr, SPLIT: tl.constexpr, AFTER: tl.constexpr, WATCH: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, PARTS: tl.constexpr, AFTER: tl.constexpr, WATCH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -48,9 +48,7 @@ def _add_norm(
     inside = at < N
     kind = x.dtype.element_ty
     begin(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for span in tl.static_range(SPLIT):
-        total += tl.load(parts + (span * rows + row) * N + at, mask=inside, other=0.0).to(tl.float32)
+    total = added(parts + row * N + at, rows.to(tl.int64) * N, inside, PARTS)
     total = total.to(kind).to(tl.float32)
     if AFTER:
         total = _normalised(total, after, at, inside, eps, N).to(kind).to(tl.float32)
@@ -90,7 +88,7 @@ def add_norm(
     multiplier: float = 1.0,
     healthy: Tensor | None = None,
 ) -> Tensor:
-    """x [T, N] += a product's spans [S, T, N], normalised by themselves if `after`; returns the sum, normalised.
+    """x [T, N] += a product's parts [P, T, N], normalised by themselves if `after`; returns the sum, normalised.
 
     healthy [T], if given, is set to whether the row is finite.
     """
@@ -98,7 +96,7 @@ def add_norm(
     rows, n = x.shape
     _add_norm[(rows,)](
         x, parts, after, weight, y, healthy, rows, multiplier, eps,
-        N=n, SPLIT=parts.shape[0], AFTER=after is not None, WATCH=healthy is not None, BLOCK=power(n),
+        N=n, PARTS=parts.shape[0], AFTER=after is not None, WATCH=healthy is not None, BLOCK=power(n),
         num_warps=_warps(n), **options(x.device),
     )  # fmt: skip
     return y
@@ -113,7 +111,7 @@ def add_norm_twin(
     multiplier: float = 1.0,
     healthy: Tensor | None = None,
 ) -> Tensor:
-    total = add_spans_twin(parts, x.dtype)
+    total = add_parts_twin(parts, x.dtype)
     if after is not None:
         total = _norm_twin(total, after, eps)
     x.copy_(x.float() + total.float() * multiplier)

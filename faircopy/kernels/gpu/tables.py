@@ -1,11 +1,12 @@
-"""Which tile a product uses: from a table per class of device, made once by a tuning command, never at run time.
+"""Which tile a product uses: by a rule for few rows on Hopper, else from a table per class of device, else by a rule.
 
-The split of K decides bits, so it belongs to the weight's shape alone; everything else is only speed.
+Tiles are only speed: the order of sums, and with it the bits, belongs to the weight's shape (`kernels/groups.py`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import torch
 
-GRAIN = 64  # spans of K are multiples of this
+from faircopy.cache import KeptTable
+from faircopy.kernels.gpu.launch import power
+
 FOLDER = Path(__file__).parent / "tuned"
+STREAMED = 64  # rows up to which products on Hopper are streamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +30,81 @@ class Tile:
     bk: int
     warps: int = 4
     stages: int = 4
-    ahead: int = 0  # lines of 64 weights per column asked for before the kernel ahead has ended
     wide: bool = False  # tensor descriptors and a grid that stays
     resident: int = 1  # blocks per processor of that grid
     high: int = 1  # tiles of rows that share a tile of weights, up to three
-    apart: bool = False  # spans of K are tiles of their own too
+    apart: bool = False  # groups of K are tiles of their own too
+    streamed: bool = False  # a warp of its own copies (kernels/gpu/stream.py); as high as there are rows
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one weight shape is multiplied."""
 
-    split: int
+    shape: tuple[int, int]
     plain: dict[int, Tile] = field(default_factory=dict)  # by the most rows they serve
     halves: dict[int, Tile] = field(default_factory=dict)  # the same for gated products
-    shape: tuple[int, int] = (0, 0)
-    depth: int = 64  # of K in a tile that is in no table
+    rule: tuple[tuple[Tile, float, float], ...] = ()  # tiles with the microseconds of a round and of a step
+    depth: int = 64  # of K in a tile that is in no table and of no rule
+    streams: bool = False  # whether the device has what `kernels/gpu/stream.py` needs
 
-    def tile(self, rows: int, wide: bool) -> Tile:
-        return self._fitting(_nearest(self.plain, rows), rows, wide)
+    def tile(self, rows: int, tensor_cores: bool, groups: int) -> Tile:
+        return self._chosen(self.plain, rows, tensor_cores, groups)
 
-    def gated(self, rows: int, wide: bool) -> Tile:
-        return self._fitting(_nearest(self.halves, rows), rows, wide)
+    def gated(self, rows: int, tensor_cores: bool) -> Tile:
+        return self._chosen(self.halves, rows, tensor_cores, 1)
 
-    def _fitting(self, known: Tile | None, rows: int, wide: bool) -> Tile:
-        if known is None or (known.wide and not wide):
-            return default_tile(rows, wide, self.depth)
-        return replace(known, high=min(known.high, -(-rows // known.bm)))  # no higher than there are rows
+    def _chosen(self, known: dict[int, Tile], rows: int, tensor_cores: bool, groups: int) -> Tile:
+        if self.streams and tensor_cores and rows <= STREAMED:
+            return streamed_tile(rows)
+        found = _nearest(known, rows) if known else None
+        if found is None and self.rule and tensor_cores and rows > STREAMED:
+            found = ruled_tile(self.rule, rounded(rows), *self.shape, groups)
+        if found is None or (found.wide and not tensor_cores):
+            return default_tile(rows, tensor_cores, self.depth)
+        return replace(found, high=min(found.high, -(-rows // found.bm)))  # no higher than there are rows
 
 
-def _nearest(tiles: dict[int, Tile], rows: int) -> Tile | None:
+def _nearest(tiles: dict[int, Tile], rows: int) -> Tile:
     """The tile of the smallest bucket that holds this many rows; the largest bucket serves everything above."""
     fitting = [bucket for bucket in tiles if bucket >= rows]
-    return tiles[min(fitting)] if fitting else tiles[max(tiles)] if tiles else None
+    return tiles[min(fitting)] if fitting else tiles[max(tiles)]
 
 
-def span_length(inner: int, split: int) -> int:
-    """Length of each span of K but the last."""
-    return -(-inner // (split * GRAIN)) * GRAIN
+def rounded(rows: int) -> int:
+    """The next number of rows that the rule is asked for: so few that their tiles can be compiled ahead."""
+    step = 64 if rows <= 512 else 256
+    return min(-(-rows // step) * step, 4096)
+
+
+@cache
+def ruled_tile(
+    rule: tuple[tuple[Tile, float, float], ...], rows: int, outputs: int, inner: int, groups: int
+) -> Tile:
+    """The tile of which the rule expects the least time."""
+
+    def microseconds(candidate: tuple[Tile, float, float]) -> float:
+        tile, over, step = candidate
+        rounds, steps = work(tile, rows, outputs, inner, groups)
+        return rounds * (over + step * steps)
+
+    allowed = [c for c in rule if not c[0].apart or (groups > 1 and rows <= 512)]
+    return min(allowed, key=microseconds)[0]
+
+
+def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float]:
+    """Rounds of blocks over Hopper's 132 processors, and the steps of 64 inputs in a block's tile."""
+    parts = groups if tile.apart else 1
+    blocks = -(-rows // (tile.bm * tile.high)) * -(-outputs // tile.bn) * parts
+    return -(-blocks // (132 * tile.resident)), inner / (64 * parts)
+
+
+def streamed_tile(rows: int) -> Tile:
+    """Few rows: two small blocks per processor, so that one stores its sums while the other reads weights."""
+    height = power(rows, 8)
+    if height <= 32:
+        return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
+    return Tile(height, 128, 64, 4, 6, streamed=True)
 
 
 def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
@@ -74,30 +115,41 @@ def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
     return Tile(128, 128, 64, 8, 3, wide=True)
 
 
-def default_split(outputs: int, inner: int) -> int:
-    """Enough spans that few rows still fill a large chip, none shorter than 512."""
-    split = 1
-    while split < 8 and -(-outputs // 64) * split < 192 and inner // (2 * split) >= 512:
-        split *= 2
-    return split
-
-
 def plan(device: torch.device, outputs: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Plan:
     """The tables were measured with 16-bit numbers. 32-bit ones take twice the shared memory, and their products are
     single multiply-adds: they get small tiles that compile fast."""
-    known = read(device_class(device)).get(f"{outputs}x{inner}")
-    split = default_split(outputs, inner) if known is None else known["split"]
-    if known is None or dtype.itemsize > 2:
-        return Plan(split, shape=(outputs, inner), depth=16 if dtype.itemsize > 2 else 64)
+    if dtype.itemsize > 2:
+        return Plan((outputs, inner), depth=16)
+    kind, shape = device_class(device), f"{outputs}x{inner}"
+    known = _own.get(f"{device_name(device)} {shape}") or read(kind).get("shapes", {}).get(shape, {})
     plain, gated = (
-        {int(rows): _tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated")
+        {int(rows): as_tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated")
     )
-    return Plan(known["split"], plain, gated, (outputs, inner))
+    return Plan((outputs, inner), plain, gated, _rule(kind), streams=kind == "hopper")
 
 
-def _tile(values: list[int]) -> Tile:
-    bm, bn, bk, warps, stages, ahead, wide, resident, high, apart = values
-    return Tile(bm, bn, bk, warps, stages, ahead, bool(wide), resident, high, bool(apart))
+def keep(device: torch.device, shape: str, entry: dict[str, Any]) -> None:
+    """Tiles measured on the user's own device go before the shipped ones."""
+    _own.put(f"{device_name(device)} {shape}", entry)
+
+
+_own = KeptTable("tiles")  # by device and shape
+
+
+@cache
+def _rule(kind: str) -> tuple[tuple[Tile, float, float], ...]:
+    return tuple((as_tile(entry), over, step) for *entry, over, step in read(kind).get("rule", ()))
+
+
+def as_tile(values: Sequence[int]) -> Tile:
+    """A tile from a table's row."""
+    bm, bn, bk, warps, stages, wide, resident, high, apart = map(int, values)
+    return Tile(bm, bn, bk, warps, stages, bool(wide), resident, high, bool(apart))
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
@@ -112,9 +164,9 @@ def device_class(device: torch.device) -> str:
 @cache
 def read(name: str) -> dict[str, Any]:
     file = FOLDER / f"{name}.json"
-    return dict(json.loads(file.read_text())["shapes"]) if file.exists() else {}
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def as_entry(tile: Tile) -> list[int]:
     """A tile as the tables hold it."""
-    return [int(value) for value in astuple(tile)]
+    return [int(value) for value in astuple(tile)[:-1]]

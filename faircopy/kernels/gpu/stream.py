@@ -1,0 +1,171 @@
+"""Products of few rows on Hopper: one warp copies tiles into shared memory, four others multiply them.
+
+The weights' tile is the left operand and the rows' tile the right one, since the tensor cores take 64 of the left and
+as few as 8 of the right. Weights do not depend on the kernel before: the first tiles are on their way while that kernel
+still runs. The order of every sum is that of `kernels/gpu/linear.py`, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from faircopy.kernels.gpu.activation import activated
+from faircopy.kernels.gpu.launch import launched, processors
+from faircopy.kernels.gpu.tables import Tile
+
+_activated = gluon.jit(activated.fn)
+
+
+@gluon.jit
+def _copy(
+    w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps,
+    BN: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: one stage after the other, as they become free."""
+    total = (last - first) * steps
+    ahead = gl.minimum(total, STAGES)
+    size: gl.constexpr = (BN + BM) * BK * 2
+    for i in range(ahead):
+        unit = first + i // steps
+        k = (unit % parts * steps + i % steps) * BK
+        mbarrier.expect(full.index(i), size)
+        tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(i), w_tiles.index(i))
+    if PDL:
+        gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
+    for i in range(ahead):
+        unit = first + i // steps
+        k = (unit % parts * steps + i % steps) * BK
+        tma.async_copy_global_to_shared(x, [0, k], full.index(i), x_tiles.index(i))
+    for i in range(ahead, total):
+        unit = first + i // steps
+        k = (unit % parts * steps + i % steps) * BK
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
+        mbarrier.expect(full.index(stage), size)
+        tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(stage), w_tiles.index(stage))
+        tma.async_copy_global_to_shared(x, [0, k], full.index(stage), x_tiles.index(stage))
+
+
+@gluon.jit
+def _sum(
+    i, steps, full, empty, w_tiles, x_tiles,
+    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The sum of stages i to i + steps [BN, BM]."""
+    acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    for k in range(i, i + steps):
+        stage = k % STAGES
+        mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+        acc = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # the stage before has been read
+        mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES), count=1, pred=k > i)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((i + steps - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _put(out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
+    """Store a tile [BN, BM] of columns and rows, or what its gates let through."""
+    kind: gl.constexpr = out.dtype.element_ty
+    if GATE != "none":
+        gate, value = gl.split(gl.permute(gl.reshape(y.to(kind), [BN // 2, 2, BM]), [0, 2, 1]))
+        z = _activated(gate.to(gl.float32), GATE).to(kind).to(gl.float32) * value.to(gl.float32)
+        cols = col // 2 + gl.arange(0, BN // 2, gl.SliceLayout(1, z.type.layout))
+        rows = gl.arange(0, BM, gl.SliceLayout(0, z.type.layout))
+        where = out + rows[None, :].to(gl.int64) * (N // 2) + cols[:, None]
+        gl.store(where, z.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N // 2))
+    else:
+        cols = col + gl.arange(0, BN, gl.SliceLayout(1, y.type.layout))
+        rows = gl.arange(0, BM, gl.SliceLayout(0, y.type.layout))
+        where = out + rows[None, :].to(gl.int64) * N + cols[:, None]
+        gl.store(where, y.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N))
+
+
+@gluon.jit
+def _multiply(
+    out, bias, full, empty, w_tiles, x_tiles, first, last, M, N, parts, steps,
+    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: one unit after the other."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    pairs: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    for unit in range(first, last):
+        y = _sum((unit - first) * steps, steps, full, empty, w_tiles, x_tiles, BN, BM, STAGES, layout)
+        y = gl.convert_layout(y, pairs)
+        part, col = unit % parts, unit // parts * BN
+        if BIASED:
+            if part == 0:
+                cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
+                y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
+        _put(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE)
+
+
+@launched
+@gluon.jit(do_not_specialize=["M", "GRID"])
+def _stream(
+    w, x, bias, out, M, N, units, parts, steps, GRID,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
+    BIASED: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Each block takes the same share of all units (tile of weights, group of K); a tile's groups follow each other."""
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    first = (gl.program_id(0) * units) // GRID
+    last = ((gl.program_id(0) + 1) * units) // GRID
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    out, bias, full, empty, w_tiles, x_tiles, first, last, M, N, parts, steps,
+                    BN, BM, STAGES, GATE, BIASED, WARPS,
+                ),
+            ),
+            (
+                _copy,
+                (w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps, BN, BM, BK, STAGES, EARLY, PDL),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
+    """Tiles [height, depth] of a matrix, as the copying warp asks for them."""
+    kind = gl.bfloat16 if tensor.element_size() == 2 else gl.float32
+    layout = gl.NVMMASharedLayout.get_default_for([height, depth], kind)
+    return TensorDescriptor.from_tensor(tensor, [height, depth], layout)
+
+
+def stream(
+    weights: TensorDescriptor, bias: Tensor | None, x: Tensor, out: Tensor, tile: Tile, gate: str, more: dict[str, Any]
+) -> None:
+    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K; M is at most the tile's."""
+    (outputs, inner), parts = weights.shape, out.shape[0]
+    units = -(-outputs // tile.bn) * parts
+    grid = min(units, processors(x.device) * tile.resident)
+    _stream[(grid,)](
+        weights, descriptor(x, tile.bm, tile.bk), bias, out, x.shape[0], outputs, units, parts,
+        inner // (parts * tile.bk), grid, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GATE=gate,
+        BIASED=bias is not None, EARLY=True, WARPS=tile.warps, num_warps=tile.warps, maxnreg=REGISTERS[tile.bn], **more,
+    )  # fmt: skip
+
+
+REGISTERS = {64: 96, 128: 128}  # of a thread, by the tile's columns: what two blocks per processor leave each other
