@@ -34,13 +34,13 @@ from faircopy.bench.record import collect
 from faircopy.bench.shapes import SHAPES
 from faircopy.build import load_target
 from faircopy.costs import CostTable, Curve
+from faircopy.draft_length import LADDER
 from faircopy.drafters.base import Drafter, chains
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
 from faircopy.model.loader import load_model
-from faircopy.planner import LADDER
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps

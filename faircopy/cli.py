@@ -49,7 +49,12 @@ Draft = Annotated[
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
 WidthOrAuto = Annotated[
-    str, typer.Option("--k", metavar="N|auto", help="Draft tokens per step; auto: as many as measured to pay.")
+    str,
+    typer.Option(
+        "--k",
+        metavar="N|auto|law",
+        help="Draft tokens per step; auto: as many as measured to pay; law: as many as are free.",
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from faircopy import CheckpointError, ConfigError, bundled, cli
+from faircopy import LLM, CheckpointError, ConfigError, bundled, cli
+from faircopy.config import EngineConfig
 from faircopy.costs import Curve
+from faircopy.draft_length import BatchLength
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.laws import report as laws_report
@@ -22,7 +24,7 @@ from faircopy.laws.points import Point, Result, append_result, grid, read_result
 from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
-from faircopy.types import Request, SamplingParams
+from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import CPU, engine_of, head_for, load, random_prompts
 
 MAIN = "tree 60, T=0"
@@ -75,6 +77,22 @@ def test_counts_are_the_engines(checkpoint: Callable[..., str], method: str, cha
 def test_noise_is_the_engines() -> None:
     keys = noise_keys([3, 4], 6)
     assert keys.shape == (2, 6) and len(keys.unique()) == 12
+
+
+def test_the_batch_law_sets_draft_lengths_and_changes_nothing(checkpoint: Callable[..., str]) -> None:
+    lengths = BatchLength(lambda batch: 40 / batch - 1, 24, 64)
+    seqs = [Sequence(n, Request((1,)), [1]) for n in range(64)]
+    assert [lengths.choose(seqs[:b])[0] for b in (1, 2, 8, 16, 32, 64)] == [24, 16, 3, 1, 0, 0]
+    assert lengths.lengths == (0, 1, 2, 3, 5, 8, 12, 16, 24) and "24 at batch 1" in lengths.reason
+    folder = checkpoint("llama")
+    prompts = random_prompts(3, load(folder).vocab, seed=5)
+    params, head = SamplingParams(max_tokens=20), head_for(folder, load(folder), "scylla")
+    drafted = LLM(load(folder), draft=head, k="law", max_batch=1, cache_memory="8MiB")
+    plain = LLM(load(folder), cache_memory="8MiB").generate(prompts, params, progress=False)
+    assert [a.token_ids for a in drafted.generate(prompts, params, progress=False)] == [a.token_ids for a in plain]
+    assert "by the roofline" in drafted.explain()["draft_length"] and drafted.engine.meter.drafted > 0
+    with pytest.raises(ConfigError, match="beside auto"):
+        EngineConfig(auto=True, law=True)
 
 
 def results_of(law: Law, points: list[Point], noise: float = 0.02, target: str = "bundled") -> list[Result]:
