@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from faircopy.train.losses import HeadObjective, Lesson, known_rows, objective_o
 from faircopy.train.sampler import flat, own_text, rows_of, sample
 
 TEMPERATURE = 0.8
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # of Spec-Bench, besides MT-Bench's
 HELD_OUT_SEED = 1_000_003
 LAST = 15.0  # seconds kept for what comes behind the grid
 LETTERS_PER_TOKEN = 4.5  # a little more than English and code have
@@ -58,8 +59,8 @@ def prepare(args: argparse.Namespace) -> None:
         kept.append(_encoded(tokenizer, read_documents([file]).texts, int(args.text_tokens * share)))
     windows = np.concatenate([part[: len(part) // args.length * args.length].reshape(-1, args.length) for part in kept])
     text = np.random.default_rng(0).permutation(windows).reshape(-1)
-    chats = [_chat(tokenizer, prompt) for prompt in read_documents(args.prompts).prompts]
-    prompts = [prompt for prompt in dict.fromkeys(map(tuple, chats)) if len(prompt) <= args.longest]
+    asking = {tuple(_chat(tokenizer, prompt)): task for prompt, task in _questions(args.prompts)}
+    prompts = [prompt for prompt in asking if len(prompt) <= args.longest]
     asked = tokenizer.encode("?")[-1:]
     around = _chat(tokenizer, "?")
     begin, answer = around[: around.index(asked[0])], around[around.index(asked[0]) + 2 :]  # without the end of a turn
@@ -68,10 +69,19 @@ def prepare(args: argparse.Namespace) -> None:
         text=text.astype(np.uint16),
         prompts=np.concatenate([np.array(prompt, np.uint16) for prompt in prompts]),
         lengths=np.array([len(prompt) for prompt in prompts]),
+        tasks=np.array([asking[prompt] for prompt in prompts]),
         begin=np.array(begin),
         answer=np.array(answer),
     )
     print(f"{len(text)} tokens of text, {len(prompts)} prompts: {args.prepare}")
+
+
+def _questions(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """The first turns of Spec-Bench's or MT-Bench's questions, each with its task."""
+    for file in files:
+        for line in map(json.loads, file.read_text().splitlines()):
+            task = line.get("category", file.stem)
+            yield line["turns"][0], task if task in TASKS else "mt_bench"
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], count: int) -> np.ndarray:
