@@ -15,11 +15,14 @@ import torch
 
 from benchmarks import heads as bench
 from benchmarks import heads_wide as bench_wide
+from benchmarks import laws as bench_laws
+from benchmarks import laws_speed as bench_speed
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
 from faircopy.audit.models import audit_models
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import CheckpointError
+from faircopy.laws.points import Point, read_results
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
 from faircopy.train.corpus import Answering, corpus, read_documents
@@ -341,6 +344,39 @@ def check_widened(target: str, folder: Path) -> None:
     rows = json.loads((folder / "heads.json").read_text())["rows"]
     small = {row["variant"]: row["per_step"] for row in rows if row["kind"] == "speed" and row["batch"] == 2}
     assert found == small
+
+
+def test_the_grid_of_laws_runs_resumes_and_serves(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, questions, given = tmp_path / "raw.jsonl", tmp_path / "questions.jsonl", tmp_path / "given.npz"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    asked = [("qa", "the cat"), ("writing", "the dog"), ("qa", "a mat")]
+    lines = [json.dumps({"category": task, "turns": [f"Once upon a time {words} sat"]}) for task, words in asked]
+    questions.write_text("\n".join(lines))
+    sizes = ["--target", target, "--device", "cpu", "--length", "48", "--rows", "2", "--longest", "40", "--new", "20"]
+    files = ["--prepare", str(given), "--text", str(text), "--shares", "1", "--prompts", str(questions)]
+    bench_laws.main([*sizes, *files, "--text-tokens", "1200"])
+    assert "3 prompts" in capsys.readouterr().out
+    sizes += ["--own-rows", "24", "--own-length", "60", "--own-seconds", "0", "--prompts-wanted", "6", "--lr", "5e-3"]
+    sizes += ["--smallest", "192", "--doublings", "2", "--budgets", "0", "--depths", "1", "2", "--seeds", "2"]
+    sizes += ["--answer-tokens", "300", "--answer-length", "24", "--continued", "4"]
+    for name, more in (("own", []), ("given", ["--given", str(given)])):
+        out = str(tmp_path / name)
+        bench_laws.main([*sizes, *more, "--out", out, "--minutes", "0.26"])
+        bench_laws.main([*sizes, *more, "--out", out, "--minutes", "5"])
+        results = read_results([tmp_path / name / "results.jsonl"])
+        assert [result.point for result in results].count(Point(192, 2)) == 1 and len(results) == 5
+        assert {result.answers > 0 for result in results} == {name == "given"}
+        assert len(json.loads((tmp_path / name / "times.json").read_text())["rows"]) == 20
+    grid = str(tmp_path / "given")
+    arguments = ["--target", target, "--given", str(given), "--grid", grid, "--work", grid, "--device", "cpu"]
+    arguments += ["--train-seconds", "1", "--rows", "2", "--length", "40", "--batches", "1", "--new", "8"]
+    bench_speed.main([*arguments, "--prompts", "2", "--memory", "8MiB", "--out", str(tmp_path / "speed.json")])
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert {row["drafter"] for row in rows} == {"plain", "scylla", "eagle3", "n-gram"}
+    assert {row["task"] for row in rows} == {"qa", "mt_bench"}
+    assert all(row["identical"] == row["of"] for row in rows)
 
 
 def test_progress_is_watched(target: str) -> None:
