@@ -74,15 +74,23 @@ def free_rows(found: list[dict[str, Any]], batch: int) -> float:
     return float(line[-1][0])
 
 
-def wide_head(config: Any, model: Model) -> Head:
-    """A Scylla head of one layer with random weights, of the model's shape."""
+def wide_head(config: Any, model: Model, layers: int) -> Head:
+    """A Scylla head with random weights, of the model's shape."""
     sizes = BlockShape(
         hidden=config.hidden_size, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim, intermediate=config.intermediate_size, context=config.max_position_embeddings,
     )  # fmt: skip
     depth = config.num_hidden_layers
-    settings = HeadConfig(method="scylla", shape=sizes, vocab=config.vocab_size, depth=depth, levels=7)
+    options = {"layers": layers}
+    settings = HeadConfig(method="scylla", shape=sizes, vocab=config.vocab_size, depth=depth, levels=7, options=options)
     return Scylla(settings).to(model.device, model.dtype).bind(model.token_weights()).serve()
+
+
+def level_rows(config: Any, model: Model, depths: list[int], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a draft's level by layers and rows, as `faircopy laws predict --times` reads them."""
+    for layers in depths:
+        head = wide_head(config, model, layers)
+        yield from ({"layers": layers, "rows": rows, "ms": level_ms(head, rows)} for rows in sizes)
 
 
 def accepted_by_nodes(file: Path) -> Curve:
@@ -136,6 +144,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--accepted", type=Path, help="results of faircopy laws run, for tokens per second")
     parser.add_argument("--plot-rates", type=Path)
+    parser.add_argument("--times", help="write times of a draft's levels by depth to this file")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times; one layer comes first"
+    )
     args = parser.parse_args()
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = shape_config(args.shape, **changes)
@@ -161,9 +173,11 @@ def main() -> None:
 def rates_of(
     args: argparse.Namespace, config: Any, model: Model, found: list[dict[str, Any]], law: BatchLaw
 ) -> list[dict[str, Any]]:
-    head = wide_head(config, model)
     sizes = sorted({batch * breadth for batch in args.batches for breadth in (1, 2, 5, 10)})
-    level = Curve(tuple((rows, 1e-3 * level_ms(head, rows)) for rows in sizes))
+    times = list(level_rows(config, model, args.depths if args.times else [1], sizes))
+    level = Curve(tuple((row["rows"], 1e-3 * row["ms"]) for row in times if row["layers"] == 1))
+    if args.times:
+        write(args.times, {"shape": args.shape, "device": args.device}, times)
     table = list(rates(found, law, level, accepted_by_nodes(args.accepted)))
     show_rates(table)
     if args.plot_rates:
