@@ -145,9 +145,7 @@ def main() -> None:
     parser.add_argument("--accepted", type=Path, help="results of faircopy laws run, for tokens per second")
     parser.add_argument("--plot-rates", type=Path)
     parser.add_argument("--times", help="write times of a draft's levels by depth to this file")
-    parser.add_argument(
-        "--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times; one layer comes first"
-    )
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times")
     args = parser.parse_args()
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = shape_config(args.shape, **changes)
