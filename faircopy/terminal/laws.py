@@ -17,6 +17,7 @@ from faircopy.terminal.options import Command, Group
 
 if TYPE_CHECKING:
     from faircopy.laws.fit import Fit
+    from faircopy.laws.points import Result
     from faircopy.laws.predict import Candidate, Prediction
     from faircopy.laws.report import MeasureReport
 
@@ -94,7 +95,7 @@ def fit(
     if as_json:
         print(json.dumps([report.as_json(one) for one in found], indent=1))
     else:
-        show_fits(found, Console())
+        show_fits(mine, found, Console())
 
 
 @app.command(cls=Command)
@@ -146,10 +147,20 @@ def predict(
         show_predictions(found, fits[0].law.formula, known.sources, Console())
 
 
-def show_fits(found: list[MeasureReport], console: Console) -> None:
-    """A table of laws, one of heads that were left out."""
+def show_fits(results: list[Result], found: list[MeasureReport], console: Console) -> None:
+    """Tables of heads, of laws, and of heads that were left out."""
+    console.print(_heads(results, [report.measure for report in found]))
     console.print(_laws(found))
     console.print(_left_out(found))
+
+
+def _heads(results: list[Result], measures: list[str]) -> Table:
+    table = _table("Accepted draft tokens per cycle", ("T", "D", "seed", *measures, "training"), "right")
+    for result in sorted(results, key=lambda one: (one.layers, one.tokens, one.seed)):
+        means = [f"{result.accepted(measure):.3f}" for measure in measures]
+        place = (_tokens(result.tokens), str(result.layers), str(result.seed))
+        table.add_row(*place, *means, f"{result.train_seconds:.0f} s")
+    return table
 
 
 def _laws(found: list[MeasureReport]) -> Table:
