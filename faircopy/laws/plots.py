@@ -27,6 +27,8 @@ def plot_laws(file: Path, title: str, results: Sequence[Result], reports: Sequen
         _depth_panel(depth, results, report, colour)
         best = report.best
         rest.plot([p.tokens / MILLION for p in best.points], best.residuals, "o", color=colour, label=report.measure)
+    for tokens, marker in _budgets(results):
+        depth.plot([], [], marker, color="#777777", label=f"T = {tokens / MILLION:.3g} M")
     text.set(xlabel="T, million tokens", ylabel="A, accepted draft tokens per cycle", xscale="log")
     layers = sorted({result.layers for result in results})
     depth.set(xlabel="D, layers", xscale="log", xticks=layers, xticklabels=layers)
@@ -72,15 +74,19 @@ def _band(axes: Any, found: Fit, tokens: Any, colour: str) -> None:
 
 
 def _depth_panel(axes: Any, results: Sequence[Result], report: MeasureReport, colour: str) -> None:
-    deep = sorted({result.tokens for result in results if result.layers > 1})
-    for tokens, marker in zip(deep, ("o", "s", "^"), strict=False):
+    for tokens, marker in _budgets(results):
         shown = [result for result in results if result.tokens == tokens]
         values = [result.accepted(report.measure) for result in shown]
-        label = f"{report.measure}, {tokens / MILLION:.3g} M"
-        axes.plot([r.layers for r in shown], values, marker, color=colour, label=label)
+        axes.plot([r.layers for r in shown], values, marker, color=colour)
         layers = sorted({result.layers for result in shown})
         fitted = [report.best.law(Point(tokens, count)) for count in layers]
         axes.plot(layers, fitted, _LINES[report.best.law.form], color=colour, linewidth=1)
+
+
+def _budgets(results: Sequence[Result]) -> list[tuple[int, str]]:
+    """Tokens of which there are deeper heads, each with a marker."""
+    deep = sorted({result.tokens for result in results if result.layers > 1})
+    return list(zip(deep, ("o", "s", "^"), strict=False))
 
 
 def _finish(file: Path, title: str, figure: Any, panels: Sequence[Any]) -> None:
