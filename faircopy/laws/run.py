@@ -22,7 +22,7 @@ from faircopy.train.loop import Progress, Settings, train
 from faircopy.train.losses import HeadObjective, objective_of
 from faircopy.train.runs import stage_sizes
 
-SMALLER_TREES = (4, 8, 16, 32)  # measured at the grid's budgets with one layer: A over the number of nodes
+SMALLER_TREES = (2, 4, 8, 16, 32)  # measured at the grid's budgets with one layer: A over the number of nodes
 DEEPER = 0.35  # a first guess of what one more layer adds to the time of a training
 METHOD = "scylla"
 
