@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import Session, counts, say, texts
+from benchmarks.gpu import Session, counts, first_launches, say, texts
 from faircopy import LLM, SamplingParams
 from faircopy.bench.record import collect
 from faircopy.types import Request, Sequence
@@ -78,7 +78,7 @@ def rows(args: argparse.Namespace) -> Any:
         llm = session.llm("widened", drafter, k=k, max_batch=args.batch, cache_memory=memory, prefix_reuse=False)
         begin = time.perf_counter()
         llm.warm_up()
-        warm = time.perf_counter() - begin
+        warm, known = time.perf_counter() - begin, len(first_launches())
         wanted = texts(llm, prompts, params)
         trial = Trial(llm, prompts, params, args.rate)
         taken = trial.run()
@@ -87,6 +87,7 @@ def rows(args: argparse.Namespace) -> Any:
         yield {
             "drafter": drafter or "none", "k": k, "rate": args.rate, "tokens_per_s": args.count * tokens / taken,
             **percentiles("gap_ms", trial.gaps), **percentiles("first_ms", firsts), "warm_up_s": warm,
+            "first_launches": len(first_launches()) - known,
             "identical": same, "of": args.count, **counts(llm),
         }  # fmt: skip
         del llm, trial

@@ -102,7 +102,7 @@ def kernels(session: Session) -> Rows:
 def steps(session: Session) -> Rows:
     from faircopy.bench.steps import rows
 
-    return rows()
+    return rows(names=tuple(session.args.shapes), late=lambda: session.late)
 
 
 def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
@@ -127,12 +127,12 @@ def wishes(count: int, tokens: int) -> dict[str, list[SamplingParams]]:
     return {"greedy": params(count, tokens, 0.0), "T .8": params(count, tokens, 0.8), "mixed": mixed}
 
 
-PAIRS = (("widened", 128, 12, 96), ("bundled", 512, 32, 256), ("transformers", 16, 4, 24))  # prompts, alone, tokens
+PAIRS = {"widened": (128, 12, 96), "bundled": (512, 32, 256), "transformers": (16, 4, 24)}  # prompts, alone, tokens
 
 
 def exact(session: Session) -> Rows:
     """Texts of every way to run against plain decoding; plain decoding in a batch against plain decoding alone."""
-    for which, count, alone, tokens in PAIRS:
+    for which, (count, alone, tokens) in ((which, PAIRS[which]) for which in session.args.pairs):
         count, alone, tokens = (8, 2, 12) if session.args.small else (count, alone, tokens)
         if session.late:
             return
@@ -186,6 +186,15 @@ def ways(which: str) -> list[Way]:
 
 def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:
     return [answer.token_ids for answer in llm.generate(prompts, wanted, progress=False)]
+
+
+def first_launches() -> list[str]:
+    """Kernels launched for the first time so far, once per variant: after warm_up() there should be no more."""
+    if not torch.cuda.is_available():
+        return []
+    from faircopy.kernels.gpu.launch import first_launches as names
+
+    return names
 
 
 def counts(llm: LLM) -> dict[str, Any]:
@@ -359,6 +368,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement is begun after this")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(PAIR), help="for steps")
+    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS), help="for exact")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     session = Session(args)

@@ -167,7 +167,7 @@ def run(case: Case, device: torch.device) -> None:
     )  # fmt: skip
     engine = build_engine(target, drafter, draft=draft, config=config)
     if device.type == "cuda":
-        engine.warm_up(case.k)
+        engine.warm_up()
     params = SamplingParams(max_tokens=case.tokens - case.prompt, ignore_eos=True)
     for n in range(case.batch):
         engine.add(Request(tuple((7 * i + n) % target.vocab for i in range(case.prompt)), params))

@@ -2,7 +2,7 @@
 
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
-    [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
+    [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own] [--questions FILE --task NAME]
 
 A queue of prompts `--queue` times the batch is written, and ended texts are replaced. On a GPU clocks are the wall's,
 elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
@@ -10,8 +10,8 @@ plain decoding wrote, and wrong tokens from the middle of each text on. "head" i
 widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
-"own": measured on this machine for the bundled pair), with 3 % of noise: real drafts and texts, the chooser's decisions
-and their outcome on that device, on any machine and however busy it is.
+"own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
+chooser's decisions and their outcome on that device, on any machine and however busy it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import TINY, Session, say, synchronize
+from benchmarks.gpu import TINY, Session, first_launches, say, synchronize
 from benchmarks.heads_wide import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
@@ -40,7 +40,8 @@ from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
-from faircopy.model.loader import load_model
+from faircopy.model.loader import load_model, load_tokenizer
+from faircopy.requests import RequestReader
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
@@ -100,11 +101,11 @@ def captured(table: CostTable, lengths: Iterable[int]) -> CostTable:
     return replace(table, steps={(size, k): table.step(size, k) for size in BUCKETS for k in {0, *lengths}})
 
 
-def read_costs(name: str, llm: LLM) -> CostTable:
+def read_costs(name: str, llm: LLM, pair: str) -> CostTable:
     if name != "own":
         return CostTable.of_json(json.loads(Path(name).read_text())["rows"][0])
-    target, small = load_target(bundled.target(), llm.config), load_target(bundled.draft(), llm.config)
-    table = cost_table(target, small, llm.config)
+    small = load_target(bundled.draft(), llm.config) if pair == "bundled" else None
+    table = cost_table(llm.model, small, llm.config)
     assert table is not None, "a CPU's costs are measured"
     return table
 
@@ -124,7 +125,19 @@ class Trial:
         return self._session.late
 
     def prompts(self, count: int) -> list[list[int]]:
-        return self._session.prompts(count)
+        if self._args.questions is None:
+            return self._session.prompts(count)
+        asked = self._questions()
+        return [asked[n % len(asked)] for n in range(count)]
+
+    def _questions(self) -> list[list[int]]:
+        """First turns of one task in the model's chat format, the shortest first, so that CPUs read them in time."""
+        tokenizer: Any = load_tokenizer(self._args.pair)
+        lines = [json.loads(line) for line in Path(self._args.questions).read_text().splitlines()]
+        reader = RequestReader(tokenizer)
+        turns = [line["turns"][0] for line in lines if line["category"] == self._args.task]
+        prompts = [reader.chat_prompt([{"role": "user", "content": turn}]) for turn in turns]
+        return sorted(prompts, key=len)
 
     def llm(self, drafter: str | None, k: int | str, **options: Any) -> LLM:
         pair = self._args.pair
@@ -141,7 +154,7 @@ class Trial:
         if self.cuda:
             made.warm_up()
         if self._args.costs:
-            table = read_costs(self._args.costs, made)
+            table = read_costs(self._args.costs, made, self._args.pair)
             self._table = table if drafter == "model" else replace(table, draft=Curve())
             if k == "auto":
                 made.engine.draft_lengths.use(captured(self._table, made.engine.draft_lengths.lengths))
@@ -187,7 +200,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             return
         llm = trial.llm(drafter, k, **options)
         for batch, (prompts, wanted) in queues.items():
-            before = llm.metrics()
+            before, known = llm.metrics(), len(first_launches())
             rate, found = trial.rate(llm, prompts, wanted, batch)
             if drafter is None:
                 plain[batch] = rate, found
@@ -195,9 +208,11 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             base, texts = plain[batch]
             steps = llm.metrics()["sequence_steps"] - before["sequence_steps"]
             yield {
+                **({"task": args.task} if args.task else {}),
                 "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
                 "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
                 "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
+                "first_launches": first_launches()[known:],
                 "why": llm.explain()["draft_length"],
             }  # fmt: skip
         del llm
@@ -258,6 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--qualities", nargs="*", default=["both"])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--queue", type=int, default=8)
+    parser.add_argument("--questions", help="a file such as Spec-Bench's question.jsonl, for a FOLDER as pair")
+    parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--plot")

@@ -94,7 +94,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     wanted = [SamplingParams(max_tokens=args.tokens, ignore_eos=True)] * args.streams
     memory = "32MiB" if args.small else "24GiB"
     for drafter, k in ((None, 0), ("model", args.k)):
-        options = {"max_batch": args.streams, "memory": memory, "drafter_per_request": True}
+        options = {"max_batch": args.streams, "cache_memory": memory, "drafter_per_request": True}
         llm = session.llm("widened", drafter, k=k, prefix_reuse=False, **options)
         llm.warm_up()
         about = {"drafter": drafter or "none", "k": k, "streams": args.streams, "tokens": args.tokens}

@@ -68,18 +68,17 @@ def wanted(names: list[str]) -> Iterator[tuple[int, int, bool]]:
 def judge(records: list[Record], names: list[str]) -> None:
     """What the rule, fitted without these models' products, costs against the best tile and against cuBLAS."""
     from faircopy.bench.tune import fit
-    from faircopy.kernels.gpu.tables import as_tile, ruled_tile
+    from faircopy.kernels.gpu.tables import as_rule, as_tile, ruled_tile
     from faircopy.kernels.groups import group_count
 
     left = {shape[:2] for shape in wanted(names)}
     timed = [r for r in records if "shape" in r and r["rows"] > 64]
-    rule = fit([r for r in timed if tuple(r["shape"]) not in left])
-    tiles = tuple((as_tile(entry), over, step) for *entry, over, step in rule)
+    rule = as_rule(fit([r for r in timed if tuple(r["shape"]) not in left]))
     for shape in sorted(left):
         lines = []
         for r in (r for r in timed if tuple(r["shape"]) == shape):
             groups = 1 if r["gated"] else group_count(shape[1], shape[0])
-            chosen = ruled_tile(tiles, r["rows"], *shape, groups)
+            chosen = ruled_tile(rule, r["rows"], *shape, groups)
             by_tile = {as_tile(entry): us for *entry, us in r["tiles"]}
             best = min(by_tile.values())
             lines.append((r["rows"], by_tile.get(chosen, float("inf")) / best, best / r["cublas"]))

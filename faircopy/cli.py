@@ -355,6 +355,17 @@ def audit(
 
 @app.command(cls=Command)
 @stoppable
+def tune(
+    target: Annotated[str, typer.Option(help="Checkpoint folder or hub id; only its config.json is read.")],
+) -> None:
+    """On a GPU: time tiles for a model's products (a minute) and keep the fastest. Texts do not change."""
+    from faircopy.terminal.tune import tune as run
+
+    run(target)
+
+
+@app.command(cls=Command)
+@stoppable
 def plan(
     target: Target = None,
     draft: Annotated[

@@ -62,6 +62,7 @@ class Engine:
             with compiled_ahead():
                 for passes in made:
                     passes.rehearse()
+                self.drafter.rehearse()
                 if self.captured is not None:
                     self.captured.rehearse(self.draft_lengths.lengths)
         for passes in made:

@@ -9,7 +9,7 @@ from pathlib import Path
 from faircopy.errors import OutputError
 
 
-def append_line(field: str, path: Path, line: str) -> None:
+def append_line(field: str, path: Path, line: str, again: str = "run it again") -> None:
     """Append one line. If it cannot be written in full, the file keeps its old length. field: for the error."""
     content = (line + "\n").encode("utf-8", errors="replace")
     try:
@@ -20,7 +20,7 @@ def append_line(field: str, path: Path, line: str) -> None:
             os.close(file)
     except OSError as error:
         raise _failed(
-            field, path, error, "the lines before this one are kept; free some space and go on with --resume"
+            field, path, error, f"the lines before this one are kept; free some space and {again}"
         ) from error
 
 

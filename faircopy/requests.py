@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -19,11 +21,28 @@ Prompt = str | Seq[int]
 Message = dict[str, Any]
 
 
+def _decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
+    """Tokens to text without special tokens; straight from the backend where transformers adds nothing but checks."""
+    if tokenizer is None:
+        return lambda tokens: ""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    if stock and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
 class RequestReader:
     """Makes requests from texts and token ids with the model's tokenizer, if there is one."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
+        self._single: dict[int, str] = {}  # texts of single tokens, which streams ask for again and again
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids pass through."""
@@ -37,7 +56,12 @@ class RequestReader:
             raise RequestError("prompt", prompt, "not valid text", "remove what is not Unicode") from error
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer is not None else ""
+        if len(tokens) != 1:
+            return self._decode(tokens)
+        text = self._single.get(tokens[0])
+        if text is None:
+            text = self._single[tokens[0]] = self._decode(tokens)
+        return text
 
     def request(self, prompt: Prompt, params: SamplingParams, k: int | None = None, streamed: bool = False) -> Request:
         """A prompt as token ids, with a seed, and with a text to watch if there are stop strings or it is streamed."""

@@ -593,3 +593,14 @@ def test_a_clover_without_some_of_its_parts_is_a_head_too(
     engine = engine_of(model, draft=load_head(str(tmp_path), model), k=4, max_batch=3)
     assert_same(run(engine, requests_of(prompts[:3], params[:3], [0, 1, 2])), expected[:3])
     assert engine.meter.drafted > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rehearsing_leaves_nothing_behind(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    engine = engine_of(model, draft=head_for(folder, model, method))
+    free = engine.tables.pool.available
+    engine.drafter.rehearse()
+    engine.tables.check()
+    assert engine.tables.pool.available == free

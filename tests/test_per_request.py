@@ -10,7 +10,7 @@ import torch
 
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.drafters.base import Drafter
+from faircopy.drafters.base import Drafter, permitted
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
@@ -137,3 +137,11 @@ def test_the_engines_drafter_is_asked_how_sure_it_is() -> None:
     wanted = Confidence(0.1, 0.2, (0.1, 0.9))
     draft = wrapped.propose(Batch(asked, [2, 2], [2, 2], wanted))
     assert own.asked == [wanted] and draft.confidence == [[0.3], []]
+
+
+def test_what_a_constraint_leaves_of_a_draft_keeps_its_confidence() -> None:
+    seqs = [Sequence(n, Request((1,), constraint=constraint), [1]) for n, constraint in enumerate((Thirds(), None))]
+    draft = Draft.chains([[1, 3, 2], [5, 6]], confidence=[[0.9, 0.8, 0.7], [0.6, 0.5]])
+    kept = permitted(draft, Batch(seqs, [1, 1], [3, 2]))
+    assert kept.tokens == [[1, 3], [5, 6]], "1 + 3 + 2 is divisible by three"
+    assert kept.confidence == [[0.9, 0.8], [0.6, 0.5]]

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.specmemo import PublishedMedusa, buffer_bytes, default_tree, paths_of
 from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled
-from faircopy.bench.shapes import shape_config, random_model
+from faircopy.bench.shapes import random_model, shape_config
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import head_skeleton, load_head, save_head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,9 +43,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "gemma-2b": ("gemma", 2048, 18, 8, 1, 256, 16384, 256000, True),
     "gemma-7b": ("gemma", 3072, 28, 16, 16, 256, 24576, 256000, True),
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(_COLUMNS, values, strict=True)) for name, values in _ROWS.items()
-}
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_COLUMNS, values, strict=True)) for name, values in _ROWS.items()}
 PAIR = ("qwen3-8b", "qwen3-0.6b")  # target and draft model of most measurements
 
 
@@ -58,15 +57,19 @@ def shape_config(name: str, context: int = 4096, **changes: Any) -> Any:
 
 def products(name: str) -> dict[str, tuple[int, int]]:
     """Shapes [N, K] of a named shape's products."""
-    c = SHAPES[name]
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    heads, both = c["num_attention_heads"] * c["head_dim"], 2 * c["num_key_value_heads"] * c["head_dim"]
+    return products_of(SimpleNamespace(**SHAPES[name]))
+
+
+def products_of(config: Any) -> dict[str, tuple[int, int]]:
+    """Shapes [N, K] of the products of a configuration's decoder."""
+    hidden, width = config.hidden_size, head_size(config)
+    heads, kv = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     return {
-        "qkv": (heads + both, hidden),
-        "out": (hidden, heads),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "head": (c["vocab_size"], hidden),
+        "qkv": ((heads + 2 * kv) * width, hidden),
+        "out": (hidden, heads * width),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "down": (hidden, config.intermediate_size),
+        "head": (config.vocab_size, hidden),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,33 +17,36 @@ from faircopy.model.weights import DenseModel
 PASSES = ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6), (64, 6))  # batch, rows per sequence
 
 
-def rows(context: int = 512, names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
-    """The two ceilings, measured now, and passes against them."""
+def rows(
+    context: int = 512, names: tuple[str, ...] = PAIR, late: Callable[[], bool] = lambda: False
+) -> Iterator[dict[str, Any]]:
+    """The two ceilings, measured now, and passes against them; no further shape is begun once it is late."""
     rate, operations = read_rate(), matrix_rate()
     yield {"read_bytes_per_s": rate, "matrix_operations_per_s": operations}
-    yield from step_rows(rate, context, names)
-    yield prompt_row(operations)
-
-
-def step_rows(rate: float, context: int = 512, names: tuple[str, ...] = PAIR) -> Iterator[dict[str, Any]]:
-    """One row per shape and pass: milliseconds exact and on cuBLAS, medians of graph replays, and the floor."""
     for name in names:
-        times: dict[bool, list[float]] = {}
-        for exact in (True, False):
-            model = random_model(shape_config(name), torch.bfloat16, torch.device("cuda"), exact)
-            times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
-            read = weight_bytes(model)
-            floors = [(read + batch * context * kv_bytes_per_token(model)) / rate * 1e3 for batch, _ in PASSES]
-            del model
-            torch.cuda.empty_cache()
-        for n, (batch, rows) in enumerate(PASSES):
-            yield {
-                "model": name, "batch": batch, "rows": rows, "context": context, "exact_ms": times[True][n],
-                "cublas_ms": times[False][n], "floor_ms": floors[n],
-            }  # fmt: skip
+        if not late():
+            yield from step_rows(rate, context, name)
+            yield prompt_row(operations, name)
 
 
-def prompt_row(rate: float, name: str = "qwen3-8b", batch: int = 8, tokens: int = 1024) -> dict[str, Any]:
+def step_rows(rate: float, context: int, name: str) -> Iterator[dict[str, Any]]:
+    """One row per pass: milliseconds exact and on cuBLAS, medians of graph replays, and the floor."""
+    times: dict[bool, list[float]] = {}
+    for exact in (True, False):
+        model = random_model(shape_config(name), torch.bfloat16, torch.device("cuda"), exact)
+        times[exact] = [pass_ms(model, batch, rows, context) for batch, rows in PASSES]
+        read = weight_bytes(model)
+        floors = [(read + batch * context * kv_bytes_per_token(model)) / rate * 1e3 for batch, _ in PASSES]
+        del model
+        torch.cuda.empty_cache()
+    for n, (batch, rows) in enumerate(PASSES):
+        yield {
+            "model": name, "batch": batch, "rows": rows, "context": context, "exact_ms": times[True][n],
+            "cublas_ms": times[False][n], "floor_ms": floors[n],
+        }  # fmt: skip
+
+
+def prompt_row(rate: float, name: str, batch: int = 8, tokens: int = 512) -> dict[str, Any]:
     """Reading prompts: milliseconds, and the share of the measured matrix rate that its products reach."""
     model = random_model(shape_config(name), torch.bfloat16, torch.device("cuda"))
     ms = pass_ms(model, batch, tokens, tokens, first=True)

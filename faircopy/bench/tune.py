@@ -130,20 +130,20 @@ def entries(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def fit(records: Iterable[dict[str, Any]]) -> list[list[float]]:
-    """The cost rule: per tile the microseconds of a round and of one step of K, by least squares of relative errors."""
+    """The cost rule: per tile, for one group of K and for several, the microseconds of a round and of a step of K, by
+    least squares of relative errors."""
     samples: dict[tuple[int, ...], list[tuple[float, float, float]]] = {}
     for record in records:
         outputs, inner = record["shape"]
         groups = 1 if record["gated"] else group_count(inner, outputs)
         for *entry, us in record["tiles"]:
-            tile = tables.as_tile(entry)
-            rounds, steps = tables.work(tile, record["rows"], outputs, inner, groups)
-            samples.setdefault(tuple(entry), []).append((rounds / us, rounds * steps / us, 1.0))
+            rounds, steps = tables.work(tables.as_tile(entry), record["rows"], outputs, inner, groups)
+            samples.setdefault((*entry, groups > 1), []).append((rounds / us, rounds * steps / us, 1.0))
     rule = []
     for entry, rows in samples.items():
         system = torch.tensor(rows, dtype=torch.float64)
         over, step = torch.linalg.lstsq(system[:, :2], system[:, 2:]).solution.flatten().tolist()
-        rule.append([*entry, round(max(over, 0.0), 4), round(max(step, 1e-3), 5)])
+        rule.append([*map(int, entry), round(max(over, 0.0), 4), round(max(step, 1e-3), 5)])
     return rule
 
 

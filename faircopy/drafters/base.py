@@ -45,6 +45,9 @@ class Drafter(ABC):
     def forget(self, seq: Sequence) -> None:  # noqa: B027
         """The sequence finished or was preempted."""
 
+    def rehearse(self) -> None:  # noqa: B027
+        """Make the launches of eager steps once, for kernels that are compiled ahead; nothing is kept."""
+
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         """The same drafter inside captured steps of up to num_slots sequences; None: it is asked by the host."""
         return None
@@ -87,7 +90,13 @@ def permitted(draft: Draft, batch: Batch) -> Draft:
         [[draft.tokens[i][node] for node in nodes] for i, nodes in enumerate(kept)],
         [[places[i].get(draft.parents[i][node], -1) for node in nodes] for i, nodes in enumerate(kept)],
         None if draft.sources is None else [[draft.sources[i][node] for node in nodes] for i, nodes in enumerate(kept)],
+        None if draft.confidence is None else [_of_nodes(draft.confidence[i], nodes) for i, nodes in enumerate(kept)],
     )
+
+
+def _of_nodes(confidence: list[float], nodes: list[int]) -> list[float]:
+    """Drafters may say how sure they are of some sequences only."""
+    return [confidence[node] for node in nodes if node < len(confidence)]
 
 
 def _permitted_nodes(draft: Draft, i: int, seq: Sequence) -> list[int]:

@@ -16,12 +16,15 @@ from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
+from faircopy.model.trial import CachedRows, scene
 from faircopy.sampling import SamplingRow, adjusted, choose, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
 
+# sequences, rows of each: every height of a tile, keys in one block and in several, few tiles and many
+REHEARSED = (*((1, 1 << n) for n in range(10)), *((64, 1 << n) for n in range(6)))
 MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait
 
 
@@ -93,6 +96,16 @@ class HeadDrafter(Drafter):
         self._known.pop(seq, None)
         self._layout.forget(seq)
 
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        head = self._head
+        kept = CachedRows(head.layers, head.dtype, head.device, head.vocab)
+        for batch, rows in REHEARSED if head.layers else ():
+            if rows < head.context:
+                layout, packed = scene(kept, batch, rows, rows, first=True)
+                states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
+                head.read(states, packed.ids[None], self._rows(packed, layout))
+
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         from faircopy.drafters.captured_head import CapturedHead
 
@@ -131,12 +144,13 @@ class HeadDrafter(Drafter):
             known.drop(upto - 1)
         return torch.cat(pieces).to(head.dtype)
 
-    def _rows(self, packed: Packed) -> Rows:
-        scale = self._head.config.shape.head_dim**-0.5
+    def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
+        """Rows over the head's own cache, or another of its kind."""
+        scale, layout = self._head.config.shape.head_dim**-0.5, layout or self._layout
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return self._layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
+            return layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
 
         return Rows(packed.positions, attend)
 

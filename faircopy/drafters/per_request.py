@@ -89,6 +89,9 @@ class PerRequestDrafter(Drafter):
         for drafter in (self.default, self._prediction, *self._others.values()):
             drafter.forget(seq)
 
+    def rehearse(self) -> None:
+        self.default.rehearse()
+
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         """Captured steps hold no request whose drafts come from elsewhere (`Sequence.drafts_itself`)."""
         return captured_drafter(self.default, num_slots)

@@ -1,9 +1,10 @@
 """The order in which products are summed along K.
 
 K is cut into groups by the weight's full shape alone. Each group is summed from its first element to its last in
-float32, and the groups are added by a binary tree: (g0 + g1) + (g2 + g3). Devices that share the inputs of a weight
-(attention output, down) each own a subtree, so 1, 2 and 4 of them write the same bits; and few rows can be multiplied
-by a block per group.
+float32, and the groups are added by a binary tree: (g0 + g1) + (g2 + g3). Weights that have no more outputs than inputs
+(attention output, down) have four: devices that share their inputs each own a subtree, so 1, 2 and 4 devices write the
+same bits, and few rows keep a whole GPU busy with a block per group. Others (q, k, v; gate and up; the vocabulary) are
+shared by outputs and have one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from torch import Tensor
 
 GROUPS = 4  # at most: the most devices that can share a weight's inputs
 GRAIN = 64  # a group is a multiple of this
-NARROW, WIDE = 8192, 16384  # outputs up to which a weight has up to four groups, and up to two
 
 
 def group_count(inner: int, outputs: int = 0) -> int:
-    """Groups of a weight [outputs, inner]: the fewer outputs, the more groups, as far as they cut K evenly."""
-    most = GROUPS if outputs <= NARROW else 2 if outputs <= WIDE else 1
+    """Groups of a weight [outputs, inner]: as many as cut K evenly; a quarter more outputs than inputs still count."""
+    most = GROUPS if 4 * outputs <= 5 * inner else 1
     return next(groups for groups in (4, 2, 1) if groups == 1 or (groups <= most and inner % (groups * GRAIN) == 0))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from faircopy.kernels.groups import group_count
+from faircopy.kernels.groups import GROUPS, group_count
 from faircopy.model.base import ModelShape
 
-FEW = 64  # rows up to which the fused decoder's products leave their spans of K to the reader
+FEW = 64  # rows up to which the fused decoder's products leave their groups of K to the reader
+ASIDE = 132 * 3 * 128 * 128 * 4  # what blocks of larger products put aside at most (kernels/gpu/linear.py)
 PROGRAMS = 264  # attention programs that fill a large GPU; fewer share a tile's key blocks and keep partial results
 PARTS_LIMIT = 256 << 20  # bytes of partial results at most (kernels/gpu/attention.py)
 KEY_BLOCK = 128  # tokens
@@ -63,7 +64,8 @@ def _fused(shape: ModelShape, rows: int) -> int:
     down = _product(shape.hidden, shape.intermediate, rows, size)
     attention = 2 * shape.hidden * size + down + 3 * inner * size + qkv
     mlp = (2 * shape.hidden + inner + shape.intermediate) * size + out + down
-    return rows * max(attention, mlp)
+    aside = ASIDE if rows > FEW and group_count(shape.intermediate, shape.hidden) == GROUPS else 0
+    return rows * max(attention, mlp) + aside
 
 
 def _product(outputs: int, inner: int, rows: int, itemsize: int) -> int:

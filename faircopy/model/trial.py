@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 
 from faircopy.costs import Curve
-from faircopy.layout.base import Packed
+from faircopy.layout.base import LayerShape, Packed
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -39,7 +40,19 @@ def _timed(model: Model, layout: PagedLayout, packed: Packed) -> float:
     return time.perf_counter() - begin
 
 
-def scene(model: Model, batch: int, rows: int, context: int, first: bool = False) -> tuple[PagedLayout, Packed]:
+@dataclass(frozen=True, slots=True)
+class CachedRows:
+    """What a cache keeps per token, and of which tokens."""
+
+    layers: list[LayerShape]
+    dtype: torch.dtype
+    device: torch.device
+    vocab: int
+
+
+def scene(
+    model: Model | CachedRows, batch: int, rows: int, context: int, first: bool = False
+) -> tuple[PagedLayout, Packed]:
     """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
     tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)

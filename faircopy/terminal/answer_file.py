@@ -49,7 +49,7 @@ class AnswerFile:
             self._replace()
 
     def add(self, record: dict[str, Any]) -> None:
-        append_line(OPTION, self._path, json.dumps(record))
+        append_line(OPTION, self._path, json.dumps(record), "go on with --resume")
         self._records[record["index"]] = record
 
     def sort(self) -> None:

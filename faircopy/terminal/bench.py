@@ -112,7 +112,7 @@ def kernels(
     shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
 ) -> None:
     """On a GPU: every kernel against its twin; products and attention against reading their bytes once."""
-    _needs_gpu()
+    needs_gpu()
     from faircopy.bench.kernels import rows
 
     names = _shapes(shape)
@@ -127,28 +127,14 @@ def steps(
     context: Annotated[int, typer.Option(help="Tokens each sequence has.", min=1)] = 512,
 ) -> None:
     """On a GPU: one pass by batch and rows per sequence, exact and on cuBLAS, against the floor; reading prompts."""
-    _needs_gpu()
+    needs_gpu()
     from faircopy.bench.steps import rows
 
     names = _shapes(shape)
     _collect(out, {"shapes": names, "context": context}, rows(context, names))
 
 
-@app.command(cls=Command)
-@stoppable
-def tune(
-    out: Annotated[Path, typer.Option(help="The table to write, faircopy/kernels/gpu/tuned/CLASS.json.")],
-    shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
-) -> None:
-    """On a GPU: find the tiles of its class. The splits it fixes decide bits: run it once, and commit the table."""
-    _needs_gpu()
-    from faircopy.bench.tune import tune as search
-
-    for row in search(_shapes(shape), out):
-        _show(row)
-
-
-def _needs_gpu() -> None:
+def needs_gpu() -> None:
     import torch
 
     from faircopy.errors import ConfigError

@@ -69,6 +69,7 @@ class Launcher:
             found[0][grid + (1,) * (3 - len(grid))](*args, *found[1])
         else:
             compiled = self.kernel[grid](*args, **meta)
+            first_launches.append(self.kernel.fn.__name__)
             self._compiled[key] = (compiled, tuple(meta[name] for name in self._constants))
 
     def _ask(self, key: Any, known: bool, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
@@ -78,6 +79,7 @@ class Launcher:
             self.kernel.warmup(*args, grid=grid, **meta)
 
 
+first_launches: list[str] = []  # kernels by name, once per variant: each may have waited for a compiler
 _AHEAD: ContextVar[bool] = ContextVar("compiling ahead", default=False)
 
 

@@ -45,9 +45,8 @@ def _multiply(acc, x, w, rows, cols, first, last, M, N, K, BK: tl.constexpr, EVE
 
 
 @triton.jit
-def _gated(y, out, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _gated(y, kind: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Columns alternate between gate and value: [BM, BN] -> [BM, BN / 2]."""
-    kind = out.dtype.element_ty
     gate, value = tl.split(tl.reshape(y.to(kind), (BM, BN // 2, 2)))
     return activated(gate.to(tl.float32), KIND).to(kind).to(tl.float32) * value.to(tl.float32)
 
@@ -59,12 +58,23 @@ def _put(out, y, row, col, M, N, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.co
     if GATE != "none":
         cols = col // 2 + tl.arange(0, BN // 2)
         where = out + rows[:, None].to(tl.int64) * (N // 2) + cols[None, :]
-        y = _gated(y, out, GATE, BM, BN)
+        y = _gated(y, out.dtype.element_ty, GATE, BM, BN)
         tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N // 2))
     else:
         cols = col + tl.arange(0, BN)
         where = out + rows[:, None].to(tl.int64) * N + cols[None, :]
         tl.store(where, y.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+@triton.jit
+def _finish(out, y, row, col, M, N, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, COPIED: tl.constexpr):
+    """Store a tile; COPIED: out is a descriptor, and the copy engine stores what lies inside."""
+    if not COPIED:
+        _put(out, y, row, col, M, N, BM, BN, GATE)
+    elif GATE != "none":
+        out.store([row, col // 2], _gated(y, out.dtype, GATE, BM, BN).to(out.dtype))
+    else:
+        out.store([row, col], y.to(out.dtype))
 
 
 @triton.jit
@@ -114,7 +124,21 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr):
+def _group(
+    x,
+    w,
+    bias,
+    row,
+    col,
+    group,
+    LENGTH,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HIGH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     """Up to three tiles of rows, summed over one group of K; the first group has the bias."""
     a0 = tl.zeros((BM, BN), tl.float32)
     a1, a2 = a0, a0
@@ -128,24 +152,50 @@ def _group(x, w, bias, row, col, group, LENGTH, N, BM: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
-def _kept(stash, tile, y, BM: tl.constexpr, BN: tl.constexpr, FETCH: tl.constexpr):
-    """Put a tile of sums aside, or add what was put aside to it."""
-    at = (tile * BM + tl.arange(0, BM))[:, None] * BN + tl.arange(0, BN)[None, :]
-    if FETCH:
-        y = tl.load(stash + at) + y
-    else:
-        tl.store(stash + at, y)
-    return y
+def _pair(
+    x,
+    w,
+    bias,
+    row,
+    col,
+    group,
+    LENGTH,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HIGH: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    a0, a1, a2 = _group(x, w, bias, row, col, group, LENGTH, N, BM, BN, BK, HIGH, BIASED)
+    b0, b1, b2 = _group(x, w, bias, row, col, group + 1, LENGTH, N, BM, BN, BK, HIGH, False)
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
-def _kept_all(stash, a0, a1, a2, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr, FETCH: tl.constexpr):
-    tl.debug_barrier()  # threads may read what others have put aside
-    a0 = _kept(stash, 0, a0, BM, BN, FETCH)
+def _place_aside(stash, tile, BM: tl.constexpr, BN: tl.constexpr):
+    return stash + (tile * BM + tl.arange(0, BM))[:, None] * BN + tl.arange(0, BN)[None, :]
+
+
+@triton.jit
+def _put_aside(stash, a0, a1, a2, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
+    """The first pair's sums wait in memory: registers hold no third tile."""
+    tl.debug_barrier()  # other threads may still read the tile before
+    tl.store(_place_aside(stash, 0, BM, BN), a0)
     if HIGH > 1:
-        a1 = _kept(stash, 1, a1, BM, BN, FETCH)
+        tl.store(_place_aside(stash, 1, BM, BN), a1)
     if HIGH > 2:
-        a2 = _kept(stash, 2, a2, BM, BN, FETCH)
+        tl.store(_place_aside(stash, 2, BM, BN), a2)
+
+
+@triton.jit
+def _added_aside(stash, a0, a1, a2, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr):
+    tl.debug_barrier()  # threads may read what others have put aside
+    a0 = tl.load(_place_aside(stash, 0, BM, BN)) + a0
+    if HIGH > 1:
+        a1 = tl.load(_place_aside(stash, 1, BM, BN)) + a1
+    if HIGH > 2:
+        a2 = tl.load(_place_aside(stash, 2, BM, BN)) + a2
     return a0, a1, a2
 
 
@@ -154,11 +204,11 @@ def _kept_all(stash, a0, a1, a2, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.co
 def _wide(
     x, w, bias, out, stash, M, N, LENGTH, GRID,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, ABREAST: tl.constexpr,
-    GROUPS: tl.constexpr, APART: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, APART: tl.constexpr, COPIED: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Many rows: tensor descriptors and a grid that stays. APART: each group is a tile of its own, for the reader to
-    add; else a block adds its groups by the tree, two by two: the first pair waits in memory, not in registers."""
+    add; else a block adds its groups by the tree."""
     if PDL:
         gdc_wait()
         if EARLY:
@@ -172,25 +222,20 @@ def _wide(
         part = out
         if APART or GROUPS == 1:
             group = tile // per_group
-            part = out + group.to(tl.int64) * M * N
+            if not COPIED:
+                part = out + group.to(tl.int64) * M * N
             a0, a1, a2 = _group(x, w, bias, row, col, group, LENGTH, N, BM, BN, BK, HIGH, BIASED)
         else:
-            a0 = tl.zeros((BM, BN), tl.float32)
-            a1, a2 = a0, a0
-            for pair in tl.range(0, GROUPS // 2):
-                a0, a1, a2 = _group(x, w, bias, row, col, 2 * pair, LENGTH, N, BM, BN, BK, HIGH, BIASED)
-                b0, b1, b2 = _group(x, w, bias, row, col, 2 * pair + 1, LENGTH, N, BM, BN, BK, HIGH, False)
-                a0, a1, a2 = a0 + b0, a1 + b1, a2 + b2
-                if GROUPS == 4:
-                    if pair == 0:
-                        a0, a1, a2 = _kept_all(stash, a0, a1, a2, BM, BN, HIGH, False)
-                    else:
-                        a0, a1, a2 = _kept_all(stash, a0, a1, a2, BM, BN, HIGH, True)
-        _put(part, a0, row, col, M, N, BM, BN, GATE)
+            a0, a1, a2 = _pair(x, w, bias, row, col, 0, LENGTH, N, BM, BN, BK, HIGH, BIASED)
+            if GROUPS == 4:
+                _put_aside(stash, a0, a1, a2, BM, BN, HIGH)
+                a0, a1, a2 = _pair(x, w, bias, row, col, 2, LENGTH, N, BM, BN, BK, HIGH, False)
+                a0, a1, a2 = _added_aside(stash, a0, a1, a2, BM, BN, HIGH)
+        _finish(part, a0, row, col, M, N, BM, BN, GATE, COPIED)
         if HIGH > 1:
-            _put(part, a1, row + BM, col, M, N, BM, BN, GATE)
+            _finish(part, a1, row + BM, col, M, N, BM, BN, GATE, COPIED)
         if HIGH > 2:
-            _put(part, a2, row + 2 * BM, col, M, N, BM, BN, GATE)
+            _finish(part, a2, row + 2 * BM, col, M, N, BM, BN, GATE, COPIED)
     if PDL and not EARLY:
         gdc_launch_dependents()
 
@@ -303,12 +348,15 @@ class Linear:
         rows, height = x.shape[0], t.bm * t.high
         tiles = -(-rows // height) * -(-self.outputs // t.bn) * out.shape[0]
         grid = min(processors(x.device) * t.resident, tiles)
+        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
         waits = self.groups == 4 and not t.apart
         stash = torch.empty(grid * height * t.bn if waits else 1, dtype=torch.float32, device=x.device)
-        source = TensorDescriptor.from_tensor(x.contiguous(), [t.bm, t.bk])
+        copied = len(out) == 1 and out.shape[2] % 8 == 0
+        target = _tiles(out[0], t.bm, t.bn * out.shape[2] // self.outputs) if copied else out
         _wide[(grid,)](
-            source, self._descriptor(t, _tiles), self.bias, out, stash, rows, self.outputs,
-            self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, **common,
+            source, self._descriptor(t, _tiles), self.bias, target, stash, rows, self.outputs,
+            self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, COPIED=copied,
+            **common,
         )  # fmt: skip
 
     def _descriptor(self, t: Tile, make: Callable[[Tensor, int, int], Any]) -> Any:

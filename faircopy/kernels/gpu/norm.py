@@ -47,19 +47,21 @@ def _add_norm(
     at = tl.arange(0, BLOCK)
     inside = at < N
     kind = x.dtype.element_ty
+    value = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)  # written before the product began
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     begin(PDL)
     total = added(parts + row * N + at, rows.to(tl.int64) * N, inside, PARTS)
     total = total.to(kind).to(tl.float32)
     if AFTER:
         total = _normalised(total, after, at, inside, eps, N).to(kind).to(tl.float32)
-    value = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.fma(total, multiplier, value).to(kind)
     tl.store(x + row * N + at, value, mask=inside)
     value = value.to(tl.float32)
     if WATCH:
         wrong = tl.sum(((value != value) | (tl.abs(value) == float("inf"))).to(tl.int32), 0)
         tl.store(healthy + row, wrong == 0)
-    tl.store(y + row * N + at, _normalised(value, weight, at, inside, eps, N).to(kind), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / N + eps)
+    tl.store(y + row * N + at, (value * scale).to(kind), mask=inside)
 
 
 def embed_norm(ids: Tensor, table: Tensor, weight: Tensor, multiplier: float, eps: float) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def _multiply(
         y = _sum((unit - first) * steps, steps, full, empty, w_tiles, x_tiles, BN, BM, STAGES, layout)
         y = gl.convert_layout(y, pairs)
         part, col = unit % parts, unit // parts * BN
-        if BIASED:
+        if BIASED:  # noqa: SIM102
             if part == 0:
                 cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
                 y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]

@@ -6,11 +6,11 @@ Tiles are only speed: the order of sums, and with it the bits, belongs to the we
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,18 @@ class Tile:
     streamed: bool = False  # a warp of its own copies (kernels/gpu/stream.py); as high as there are rows
 
 
+class Expected(NamedTuple):
+    """What a tile was measured to take, in microseconds."""
+
+    tile: Tile
+    grouped: bool  # weights with several groups of K
+    round: float  # of blocks
+    step: float  # of 64 inputs, each round
+
+
+Rule = tuple[Expected, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one weight shape is multiplied."""
@@ -44,7 +56,7 @@ class Plan:
     shape: tuple[int, int]
     plain: dict[int, Tile] = field(default_factory=dict)  # by the most rows they serve
     halves: dict[int, Tile] = field(default_factory=dict)  # the same for gated products
-    rule: tuple[tuple[Tile, float, float], ...] = ()  # tiles with the microseconds of a round and of a step
+    rule: Rule = ()
     depth: int = 64  # of K in a tile that is in no table and of no rule
     streams: bool = False  # whether the device has what `kernels/gpu/stream.py` needs
 
@@ -78,18 +90,15 @@ def rounded(rows: int) -> int:
 
 
 @cache
-def ruled_tile(
-    rule: tuple[tuple[Tile, float, float], ...], rows: int, outputs: int, inner: int, groups: int
-) -> Tile:
+def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int) -> Tile:
     """The tile of which the rule expects the least time."""
 
-    def microseconds(candidate: tuple[Tile, float, float]) -> float:
-        tile, over, step = candidate
-        rounds, steps = work(tile, rows, outputs, inner, groups)
-        return rounds * (over + step * steps)
+    def microseconds(expected: Expected) -> float:
+        rounds, steps = work(expected.tile, rows, outputs, inner, groups)
+        return rounds * (expected.round + expected.step * steps)
 
-    allowed = [c for c in rule if not c[0].apart or (groups > 1 and rows <= 512)]
-    return min(allowed, key=microseconds)[0]
+    allowed = [e for e in rule if e.grouped == (groups > 1) and (rows <= 512 or not e.tile.apart)]
+    return min(allowed, key=microseconds).tile
 
 
 def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float]:
@@ -137,11 +146,16 @@ _own = KeptTable("tiles")  # by device and shape
 
 
 @cache
-def _rule(kind: str) -> tuple[tuple[Tile, float, float], ...]:
-    return tuple((as_tile(entry), over, step) for *entry, over, step in read(kind).get("rule", ()))
+def _rule(kind: str) -> Rule:
+    return as_rule(read(kind).get("rule", ()))
 
 
-def as_tile(values: Sequence[int]) -> Tile:
+def as_rule(rows: Iterable[Sequence[float]]) -> Rule:
+    """A rule from a table's rows."""
+    return tuple(Expected(as_tile(entry), bool(grouped), over, step) for *entry, grouped, over, step in rows)
+
+
+def as_tile(values: Sequence[float]) -> Tile:
     """A tile from a table's row."""
     bm, bn, bk, warps, stages, wide, resident, high, apart = map(int, values)
     return Tile(bm, bn, bk, warps, stages, bool(wide), resident, high, bool(apart))
