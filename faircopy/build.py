@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,18 +23,23 @@ from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
 from faircopy.errors import ConfigError
 from faircopy.kernels.memory import give_back_free_memory
+from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
-from faircopy.measured_costs import cost_table
+from faircopy.measured_costs import cost_table, known_costs
 from faircopy.memory import page_count
 from faircopy.model.anatomy import file_states, identity, is_head
 from faircopy.model.base import Model
+from faircopy.model.decoder import Decoder
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
 from faircopy.model.shape import shape_of_model
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.parallel.launch import start_ranks
+from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
+from faircopy.parallel.shards import Load
 from faircopy.planner import AutoLength
 from faircopy.planning.devices import named_device
 from faircopy.planning.roofline import Roofline
@@ -54,6 +60,10 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
     """A model from a folder or hub id, loaded and tested; a model passes through. field: for errors."""
     if isinstance(target, str):
         target = _loaded_once(target, config)
+    elif config.ranks > 1 and not isinstance(target, SharedModel):
+        named = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
+        problem = "each rank reads its share, and needs the path of a checkpoint"
+        raise ConfigError(named, config.ranks, problem, f"pass a folder or a hub id as {field}")
     if not hasattr(target, "forward") or not hasattr(target, "layers"):
         raise ConfigError(field, target, "neither a folder, a hub id nor a model", "pass the path of a checkpoint")
     return target  # type: ignore[no-any-return]
@@ -62,9 +72,9 @@ def load_target(target: Any, config: EngineConfig, field: str = "target") -> Mod
 def _loaded_once(name: str, config: EngineConfig) -> Model:
     """On a CPU a checkpoint that another LLM has in use in the same way is not loaded again."""
     dtype, device = config.torch_dtype(), config.torch_device()
-    if device.type != "cpu":
+    if device.type != "cpu" or config.ranks > 1:
         return _loaded(name, config)
-    key = (file_states(name), dtype, config.exact, torch.get_num_threads())
+    key = (file_states(name), dtype, config.exact, config.k_groups, torch.get_num_threads())
     model = _IN_USE.get(key)
     if model is None:
         model = _IN_USE[key] = _loaded(name, config)
@@ -73,13 +83,23 @@ def _loaded_once(name: str, config: EngineConfig) -> Model:
 
 def _loaded(name: str, config: EngineConfig) -> Model:
     with doing(f"{name}: reading and packing weights"):
-        model = load_model(name, config.torch_dtype(), config.torch_device(), config.exact)
+        model = _read(name, config)
     with doing(f"{name}: testing that rows do not depend on their batch"):
         test_once(model, config.exact)
-    if isinstance(model, TransformersModel):
+    if isinstance(model, TransformersModel | SharedModel):
         model.release_weights()
     give_back_free_memory()
     return model
+
+
+def _read(name: str, config: EngineConfig) -> Model:
+    """The whole model, or this rank's share of it in a group of ranks that are started now."""
+    dtype, device = config.torch_dtype(), config.torch_device()
+    if config.ranks > 1:
+        pipeline = config.pipeline_parallel > 1
+        order = Load(name, dtype, config.exact, torch.get_num_threads(), pipeline)
+        return (Pipeline if pipeline else ParallelModel)(start_ranks(config.ranks, device), order)
+    return load_model(name, dtype, device, config.exact, ranks=OneRank() if config.k_groups else None)
 
 
 _IN_USE: WeakValueDictionary[Any, Model] = WeakValueDictionary()
@@ -111,13 +131,24 @@ def load_draft(
         return NgramDrafter(config.lookup_min, config.lookup_max), None
     if isinstance(draft, str) and is_head(draft):
         return None, load_head(draft, target, config.draft_levels)
-    model = load_target(draft, config, "draft")
+    model = load_target(draft, replace(config, tensor_parallel=1, pipeline_parallel=1, k_groups=False), "draft")
+    if isinstance(target, ParallelModel) and isinstance(draft, str) and _split_pays(target, model, config):
+        model = ParallelModel(target.group, Load(draft, model.dtype, config.exact, torch.get_num_threads()))
     theirs = load_tokenizer(draft) if isinstance(draft, str) else tokenizer
     difference = vocabulary_difference(tokenizer, theirs, (target.vocab, model.vocab))
     if difference:
         problem = f"draft and target have different vocabularies: {difference}"
         raise ConfigError("draft", model.name, problem, "use a draft with the target's tokenizer")
     return None, model
+
+
+def _split_pays(target: ParallelModel, draft: Model, config: EngineConfig) -> bool:
+    """Whether measured costs say that a draft model is faster on all ranks; without any it stays on rank 0."""
+    known = known_costs(target, draft)
+    if known is None or not known.draft.points or not isinstance(draft, Decoder):
+        return False
+    rows = config.max_batch
+    return target.split_pays(known.draft(rows), len(draft.layers), rows, draft.spec.hidden)
 
 
 def build_engine(
@@ -164,7 +195,8 @@ def build_engine(
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths)
+    stages = target.stages if isinstance(target, Pipeline) else 1
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths, stages)
 
 
 def _draft_lengths(

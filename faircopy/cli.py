@@ -71,6 +71,10 @@ Memory = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; chosen by the machine if left out.")]
+TensorParallel = Annotated[
+    int, typer.Option(help="Devices that share each layer of the target: 1, 2, 4 or 8. The text is that of any number.")
+]
+PipelineParallel = Annotated[int, typer.Option(min=1, help="Devices that share the target's layers among them.")]
 Exact = Annotated[bool, typer.Option(help="--no-exact drops the promise that batches and drafts change no token.")]
 System = Annotated[str | None, typer.Option(help="The system message of the chat template.")]
 File = Annotated[Path | None, typer.Option("--file", help="Prompts: .txt, one a line, or .jsonl with prompt or turns.")]
@@ -101,6 +105,8 @@ def generate(
     memory: Memory = None,
     threads: Threads = None,
     exact: Exact = True,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the model's chat template.")] = False,
     system: System = None,
     out: Annotated[Path | None, typer.Option(help="Write answers to this JSONL file, which must be new.")] = None,
@@ -121,7 +127,7 @@ def generate(
         field = "logprobs" if params.logprobs is not None else "prompt_logprobs"
         raise ConfigError(field, getattr(params, field), "text has no place for them", "add --json or --out FILE")
     answers = _answer_file(out, asked, params, resume, overwrite)
-    options = _engine_options(dtype, device, memory, threads, exact)
+    options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     llm = _llm(target, draft, k, max_batch=batch, strategy=strategy, **options)
     if explain:
         print(json.dumps(llm.explain(), indent=1), file=sys.stderr)
@@ -143,6 +149,8 @@ def chat(
     memory: Memory = None,
     threads: Threads = None,
     exact: Exact = True,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
     system: System = None,
     url: Annotated[str | None, typer.Option(help="Talk to an OpenAI-compatible server instead.")] = None,
     model: Annotated[str | None, typer.Option(help="With --url: the model's name there.")] = None,
@@ -154,7 +162,7 @@ def chat(
 
     if url is not None and (target or draft):
         raise ConfigError("--url", url, "given beside a model", "talk to a server or to a model")
-    options = _engine_options(dtype, device, memory, threads, exact)
+    options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     llm = RemoteModel(url, model, api_key) if url is not None else _llm(target, draft, k, **options)
     run(llm, params, system=system)
 
@@ -180,6 +188,8 @@ def serve(
     memory: Memory = None,
     threads: Threads = None,
     exact: Exact = True,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     name: Annotated[
@@ -222,7 +232,7 @@ def serve(
     from faircopy.terminal.serve import serve as run
     from faircopy.terminal.serve import serve_replicas
 
-    options = _engine_options(dtype, device, memory, threads, exact)
+    options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
     server: dict[str, Any] = dict(  # noqa: C408
         host=host, port=port, name=name, cors=tuple(cors or ()), max_queue=max_queue, max_body=max_body,
@@ -233,7 +243,8 @@ def serve(
         _refuse_without("--hedge", hedge, "--replicas or --max-replicas")
         run(make(), log_format, log_level, api_keys, **server)
     else:
-        fleet = {"replicas": replicas, "max_replicas": max_replicas, "hedge": hedge}
+        devices = tensor_parallel * pipeline_parallel
+        fleet = {"replicas": replicas, "max_replicas": max_replicas, "hedge": hedge, "devices": devices}
         serve_replicas(make, api_keys, fleet, batch + max_queue, **server)
 
 
@@ -251,6 +262,8 @@ def batch(
     memory: Memory = None,
     threads: Threads = None,
     exact: Exact = True,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Several engines on ray.data.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="With --ray: engines.")] = 1,
 ) -> None:
@@ -262,7 +275,7 @@ def batch(
         _refuse_without("--replicas", replicas if replicas > 1 else None, "--ray")
     writable("--out", out)
     file = BatchFile(requests, out)
-    options = _engine_options(dtype, device, memory, threads, exact)
+    options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
     if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None)):
         raise typer.Exit(1)
@@ -447,10 +460,14 @@ def _audited_drafts(drafts: list[str] | None, own: bool) -> list[str]:
     return [bundled.named(draft) for draft in drafts] if drafts else [bundled.draft(), "ngram"]
 
 
-def _engine_options(dtype: str, device: str, memory: str | None, threads: int | None, exact: bool) -> dict[str, Any]:
+def _engine_options(
+    dtype: str, device: str, memory: str | None, threads: int | None, exact: bool, tensor: int, pipeline: int
+) -> dict[str, Any]:
     """LLM's keywords; those that were left out are left to LLM."""
     given = {"memory": memory, "threads": threads}
-    return {"dtype": dtype, "device": device, "exact": exact, **{n: v for n, v in given.items() if v is not None}}
+    shared = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
+    known = {"dtype": dtype, "device": device, "exact": exact, **shared}
+    return known | {name: value for name, value in given.items() if value is not None}
 
 
 def _refuse_without(option: str, value: Any, needed: str) -> None:

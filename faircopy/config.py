@@ -13,6 +13,7 @@ import torch
 from faircopy.errors import ConfigError
 
 STRATEGIES = ("ragged", "padded", "realign", "pool", "unpad_cache", "unpad_inputs", "ems")  # docs/strategies.md
+RANKS = (1, 2, 4, 8)  # of tensor_parallel
 VERIFIERS = ("exact", "rejection")
 QUALITIES = ("both", "explicit", "implicit", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,7 +25,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 class EngineConfig:
     """All options of the engine.
 
-    With strategy="ragged", verifier="exact" and exact=True, only dtype and device change the tokens.
+    With strategy="ragged", verifier="exact" and exact=True, only dtype, device and k_groups change the tokens.
     """
 
     k: int = 4  # draft tokens per step and sequence, at most if `auto` or `law`
@@ -39,6 +40,9 @@ class EngineConfig:
     max_batch: int = 64
     chunk: int | None = None  # prompt tokens fed per step at most; None: 512 on a CPU, 8192 on a GPU
     step_ms: float | None = None  # on a GPU, steps with prompts beside running texts take no longer; None: 2.5 times
+    tensor_parallel: int = 1  # ranks, one per device, that share each layer of the target
+    pipeline_parallel: int = 1  # ranks, one per device, each with some of the target's layers
+    k_groups: bool = False  # sums along K as ranks make them: the bits of any tensor_parallel, which switches it on
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
     memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
     planned_tokens: int | None = None  # of each of max_batch sequences, to fit into `memory`; None: one whole context
@@ -71,6 +75,7 @@ class EngineConfig:
         self._one_of("dtype", ("auto", *DTYPES))
         if self.auto and self.law:
             raise ConfigError("law", True, "given beside auto", 'give one of the two: LLM(k="auto") or LLM(k="law")')
+        self._check_parallel()
         for name in (
             "auto",
             "law",
@@ -80,6 +85,7 @@ class EngineConfig:
             "pack_rows",
             "pool_sort",
             "drafter_per_request",
+            "k_groups",
             *(() if self.refill is None else ("refill",)),
         ):
             if not isinstance(getattr(self, name), bool):
@@ -96,6 +102,30 @@ class EngineConfig:
 
         self.torch_device()
         self._check_memory()
+
+    def _check_parallel(self) -> None:
+        if self.tensor_parallel not in RANKS or isinstance(self.tensor_parallel, bool):
+            problem = "sums have one order on 1, 2, 4 and 8 ranks alone"
+            raise ConfigError("tensor_parallel", self.tensor_parallel, problem, "use one of them")
+        self._whole("pipeline_parallel", 1)
+        if self.ranks == 1:
+            return
+        field = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
+        if self.pipeline_parallel > 1 and (self.tensor_parallel > 1 or self.k_groups):
+            given = "tensor_parallel" if self.tensor_parallel > 1 else "k_groups"
+            problem = f"given beside {given} = {getattr(self, given)}"
+            raise ConfigError("pipeline_parallel", self.pipeline_parallel, problem, "give one of the two")
+        if self.strategy != "ragged":
+            problem = f"ranks share the cache of strategy 'ragged' alone, not of {self.strategy!r}"
+            raise ConfigError(field, self.ranks, problem, "use strategy='ragged'")
+        if self.memory is not None:
+            problem = f"counts the memory of one device, and {field} = {self.ranks}"
+            raise ConfigError("memory", self.memory, problem, "limit keys and values with cache_memory=")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the target."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -139,7 +169,7 @@ class EngineConfig:
         if self.cache_memory is not None:
             return parse_bytes(self.cache_memory, "cache_memory")
         free = free_memory(device)
-        return free // 4 if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
+        return free // (4 * self.ranks) if device.type != "cuda" else max(0, free - passes - GPU_RESERVE)
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

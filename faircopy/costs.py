@@ -51,6 +51,10 @@ class CostTable:
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
 
+    def captured(self, batch: int, k: int) -> bool:
+        """Whether a step takes the same time however many draft tokens there are."""
+        return any(size >= batch and nodes >= k for size, nodes in self.steps)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "target": self.target.points,

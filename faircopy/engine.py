@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, NoLength
@@ -11,15 +14,24 @@ from faircopy.drafters.base import Drafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
-from faircopy.model.runner import Runner
+from faircopy.model.runner import Result, Runner
 from faircopy.pace import Pace
 from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
-from faircopy.types import FinishedStep, Output, Request, Sequence, StepPlan, check_draft
+from faircopy.types import Draft, FinishedStep, Output, Request, Sequence, StepPlan, check_draft
 from faircopy.verify.base import Verifier
 
 if TYPE_CHECKING:
     from faircopy.replay import CapturedRunner, InFlightStep
+
+
+class EagerStep(NamedTuple):
+    """A step that has begun: its drafts, and what waits for the end of its pass."""
+
+    plan: StepPlan
+    draft: Draft
+    wait: Callable[[], Result]
+    begin: float
 
 
 class Engine:
@@ -36,10 +48,12 @@ class Engine:
         captured: CapturedRunner | str = "none were built",
         draft_layouts: tuple[Layout, ...] = (),
         draft_lengths: DraftLengths | None = None,
+        stages: int = 1,
     ) -> None:
         """captured: captured steps, or why all steps are eager. draft_layouts: caches of a draft model or head.
 
         draft_lengths: the scheduler's, which is told what steps gave and how long they took.
+        stages: of the target's pipeline; as many steps are under way, of different sequences.
         """
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.eos = scheduler, eos
@@ -49,6 +63,10 @@ class Engine:
         self.meter = Meter()
         self.draft_lengths = draft_lengths or NoLength()
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
+        self._stages = stages
+        self._under_way: deque[EagerStep] = deque()  # eager steps that have begun, oldest first
+        self._early: list[Output] = []  # of steps that had to end before they were asked for
+        self._last_end = 0.0  # of an eager step
         self._pace = Pace()
         self._next_id = 0
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
@@ -83,7 +101,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy  # a step in flight all of whose sequences have finished does not count
+        # a step in flight all of whose sequences have finished does not count
+        return self.scheduler.busy or bool(self._early)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; one that can never be served is refused here."""
@@ -105,6 +124,8 @@ class Engine:
 
     def abort(self, seq: Sequence) -> None:
         """End a request between steps; what it has written stays in the sequence."""
+        while any(seq in step.plan.seqs for step in self._under_way):
+            self._early += self._end(self._under_way.popleft())
         self.scheduler.abort(seq)
         self._forget_departed()
 
@@ -118,20 +139,57 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Advance some sequences by at least one token each; return what is new."""
+        if self._stages > 1:
+            return self._pipelined_step()
         plan = self._plan()
         self._forget_departed()
         if not plan.seqs:
             return []
         try:
-            return self._captured_step(plan) if plan.captured else self._eager_step(plan)
+            return self._captured_step(plan) if plan.captured else self._end(self._begin(plan))
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
             self._in_flight = None
             self._pace.stop()
-            self.failed = plan.seqs
-            self.scheduler.retreat(plan.seqs)
+            self._retreat(plan.seqs)
             raise
         finally:
             self._forget_departed()
+
+    def _retreat(self, seqs: list[Sequence]) -> None:
+        self.failed = seqs
+        self.scheduler.retreat(seqs)
+
+    def _pipelined_step(self) -> list[Output]:
+        """Begin steps of other sequences until every stage has one; then end the oldest.
+
+        While stages verify the drafts of some sequences, those of others are proposed.
+        """
+        outputs, self._early = self._early, []
+        try:
+            while len(self._under_way) < self._stages:
+                plan = self._plan_beside()
+                self._forget_departed()
+                if not plan.seqs:
+                    break
+                self._under_way.append(self._begin(plan))
+            return outputs + (self._end(self._under_way.popleft()) if self._under_way else [])
+        except BaseException:
+            self._retreat(self.scheduler.running)
+            self._leave_pipeline()
+            raise
+        finally:
+            self._forget_departed()
+
+    def _plan_beside(self) -> StepPlan:
+        """A step of an even share of the sequences, none of which takes part in another."""
+        taking_part = {seq for step in self._under_way for seq in step.plan.seqs}
+        return self.scheduler.schedule(taking_part, self.scheduler.share(self._stages))
+
+    def _leave_pipeline(self) -> None:
+        """Results of passes that have begun are read and dropped: the next ones to arrive are the next step's."""
+        while self._under_way:
+            with suppress(Exception):
+                self._under_way.popleft().wait()
 
     def _plan(self) -> StepPlan:
         """The step to finish next: the one in flight, or a new one if all its sequences have finished meanwhile."""
@@ -139,13 +197,17 @@ class Engine:
             self._in_flight = None  # the next step runs behind it
         return self.scheduler.schedule() if self._in_flight is None else self._in_flight.plan
 
-    def _eager_step(self, plan: StepPlan) -> list[Output]:
+    def _begin(self, plan: StepPlan) -> EagerStep:
         batch, begin = plan.batch, time.perf_counter()
         ask = self.drafter.read if plan.before_capture else self.drafter.propose
         draft = ask(batch)  # may be empty, may be wrong
         check_draft(draft, batch, self.target.model.vocab)
         draft = permitted(draft, batch)
-        result = self.target.forward(batch, draft)  # one packed pass over uncached tokens and nodes
+        wait = self.target.start(batch, draft)  # one packed pass over uncached tokens and nodes
+        return EagerStep(plan, draft, wait, begin)
+
+    def _end(self, step: EagerStep) -> list[Output]:
+        plan, batch, draft, result = step.plan, step.plan.batch, step.draft, step.wait()
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)
@@ -153,11 +215,12 @@ class Engine:
             self.drafter.settle(batch)
         decoding = all(fed == 1 for fed in result.packed.fed)
         self._pace.stop()
-        seconds = time.perf_counter() - begin
-        step = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
+        end = time.perf_counter()
+        seconds, self._last_end = end - max(step.begin, self._last_end), end
+        finished = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
         # where steps are captured, the time of an eager one says nothing of them
-        self.draft_lengths.observe(step, seconds if decoding and self.captured is None else None)
-        return self._commit(step)
+        self.draft_lengths.observe(finished, seconds if decoding and self.captured is None else None)
+        return self._commit(finished)
 
     def _captured_step(self, plan: StepPlan) -> list[Output]:
         """The same calls, made by the device; their results are committed one step late, when the next one runs."""

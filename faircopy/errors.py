@@ -45,6 +45,10 @@ class OutputError(FaircopyError):
     """Results cannot be written: the disk is full, or the file may not be changed."""
 
 
+class RankError(FaircopyError):
+    """One of the processes that share a model has ended; the others are ended too."""
+
+
 class DraftError(FaircopyError):
     """A drafter returned something that is not a draft."""
 

@@ -19,9 +19,7 @@ def append_line(field: str, path: Path, line: str, again: str = "run it again") 
         finally:
             os.close(file)
     except OSError as error:
-        raise _failed(
-            field, path, error, f"the lines before this one are kept; free some space and {again}"
-        ) from error
+        raise _failed(field, path, error, f"the lines before this one are kept; free some space and {again}") from error
 
 
 def replace_text(field: str, path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps."""
     if target.device.type != "cpu":
         return None
-    kept = _table(_KEPT.get(_key(target, draft)))
+    kept = known_costs(target, draft)
     if kept is not None:
         return kept
     most = config.max_batch * (config.k + 1)
@@ -32,6 +32,11 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
         table = CostTable(pass_curve(target, most, TARGET_TRIAL), small)
     keep_costs(target, draft, table)
     return table
+
+
+def known_costs(target: Model, draft: Model | Head | None) -> CostTable | None:
+    """What passes cost, if it was measured before."""
+    return _table(_KEPT.get(_key(target, draft)))
 
 
 def keep_costs(target: Model, draft: Model | Head | None, table: CostTable) -> None:
@@ -60,8 +65,9 @@ def _table(kept: Any) -> CostTable | None:
 
 
 def _key(target: Model, draft: Model | Head | None) -> str:
-    small = None if draft is None or isinstance(draft, Head) else _checkpoint(draft.name)
-    return f"{_checkpoint(target.name)} {small} {target.dtype} {device_kind(target.device)} {source_hash()}"
+    small = None if draft is None or isinstance(draft, Head) else f"{_checkpoint(draft.name)} {draft.backend}"
+    kind = f"{target.backend} {target.dtype} {device_kind(target.device)}"
+    return f"{_checkpoint(target.name)} {small} {kind} {source_hash()}"
 
 
 def _checkpoint(name: str) -> str | None:

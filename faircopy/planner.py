@@ -238,11 +238,20 @@ class AutoLength(DraftLengths):
         """The best k, its tokens per second, and those of the present one."""
         batch = len(seqs)
         survivals = [self.acceptance.survival(seq, self._max_k) for seq in seqs]
-        rates = {k: (batch + self._gain(survivals, k)) / self.costs.of(batch, k) for k in self.lengths}
+        rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in self.lengths}
         best = max(rates, key=rates.__getitem__)
         self._price(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
         return best, rates[best], rates.get(self.k, rates[0])
+
+    def _seconds(self, batch: int, k: int) -> float:
+        """What a step is likely to take: where no draft is found, as n-gram lookups often do not, nothing is paid."""
+        found = min(1.0, self.acceptance.found.value)
+        if not k or found == 1.0 or self.costs.table.captured(batch, k):
+            return self.costs.of(batch, k)
+        none = (1.0 - found) ** batch
+        rows = batch + round(batch * k * found / (1.0 - none))
+        return none * self.costs.of(batch, 0) + (1.0 - none) * self.costs.of(batch, k, rows)
 
     def _gain(self, survivals: list[list[float]], k: int) -> float:
         """Draft tokens of all sequences that are likely to be accepted."""

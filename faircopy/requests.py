@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +12,7 @@ from faircopy import rng
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.block_tables import BlockTables
 from faircopy.model.base import Model
+from faircopy.model.loader import text_decoder
 from faircopy.text import IncrementalText
 from faircopy.types import Request, SamplingParams
 
@@ -21,27 +20,12 @@ Prompt = str | Seq[int]
 Message = dict[str, Any]
 
 
-def _decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
-    """Tokens to text without special tokens; straight from the backend where transformers adds nothing but checks."""
-    if tokenizer is None:
-        return lambda tokens: ""
-    from transformers import PreTrainedTokenizerFast
-
-    kind = type(tokenizer)
-    stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
-    )
-    if stock and not tokenizer.clean_up_tokenization_spaces:
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-
 class RequestReader:
     """Makes requests from texts and token ids with the model's tokenizer, if there is one."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self._decode = _decoder(tokenizer)
+        self._decode = text_decoder(tokenizer)
         self._single: dict[int, str] = {}  # texts of single tokens, which streams ask for again and again
 
     def encode(self, prompt: Prompt) -> list[int]:

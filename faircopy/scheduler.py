@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import MappingProxyType
 from typing import Protocol
 
@@ -89,6 +89,11 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         return list(self._waiting)
 
+    def share(self, parts: int) -> int:
+        """Sequences of each of so many steps that run side by side."""
+        chosen = self._policy.choose(self.running, self._waiting, self._cached)
+        return -(-len(chosen) // parts)
+
     def add(self, seq: Sequence) -> None:
         self._waiting.append(seq)
 
@@ -97,10 +102,16 @@ class Scheduler:
         if seq.finished is None:
             self._finish(seq, "abort")
 
-    def schedule(self) -> StepPlan:
-        """The next step: the sequences the policy chooses, while pages and the prompt chunk last."""
-        plan = self._schedule(self._waiting)
-        return plan if plan.seqs or not self._running else self._schedule([])  # no new one fits: the others go on
+    def schedule(self, under_way: Set[Sequence] = frozenset(), most: int | None = None) -> StepPlan:
+        """The next step: the sequences the policy chooses, while pages and the prompt chunk last.
+
+        under_way: sequences of steps that have not ended, which are neither chosen nor preempted.
+        most: sequences of this step at most.
+        """
+        plan = self._schedule(self._waiting, under_way, most)
+        if plan.seqs or not self._running:
+            return plan
+        return self._schedule([], under_way, most)  # no new one fits: the others go on
 
     def schedule_behind(self, plan: StepPlan) -> StepPlan:
         """The captured step behind one in flight, before it is known what that one gives: at most k + 1 tokens each.
@@ -147,10 +158,11 @@ class Scheduler:
         departed, self._departed = self._departed, []
         return departed
 
-    def _schedule(self, waiting: list[Sequence]) -> StepPlan:
-        candidates = self._policy.choose(self.running, waiting, self._cached)
+    def _schedule(self, waiting: list[Sequence], under_way: Set[Sequence], most: int | None) -> StepPlan:
+        chosen = self._policy.choose(self.running, waiting, self._cached)
+        candidates = [seq for seq in chosen if seq not in under_way][:most]
         lengths = self._draft_lengths.choose(candidates)
-        batch = self._fill(candidates, lengths)
+        batch = self._fill(candidates, lengths, under_way)
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
         if not self._capture.takes(batch):
@@ -171,13 +183,13 @@ class Scheduler:
         max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
         return StepPlan(Batch(batch.seqs, batch.upto, max_nodes, batch.confidence), before_capture=True)
 
-    def _fill(self, candidates: list[Sequence], lengths: list[int]) -> Batch:
+    def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
         batch = Batch([], [], [], self._draft_lengths.confidence)
         before, chunk = self.preemptions, self._prompt_chunk(candidates, lengths)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
-                chunk -= self._continue(batch, seq, chunk, length)
+                chunk -= self._continue(batch, seq, chunk, length, under_way)
             elif chunk > 0 and self.preemptions == before:  # no new one takes the pages of one just preempted
                 used = self._admit(batch, seq, chunk, length)
                 if used is None:
@@ -201,7 +213,7 @@ class Scheduler:
                 left -= count
         return max(1, min(self._chunk, max(left, bound // LEAST_SHARE)))
 
-    def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int) -> int:
+    def _continue(self, batch: Batch, seq: Sequence, chunk: int, length: int, under_way: Set[Sequence]) -> int:
         """Put a running sequence into the batch, taking pages from younger ones if it must; prompt tokens used."""
         cached = self._cached(seq)
         upto, max_nodes = self._share(seq, cached, chunk, length)
@@ -212,6 +224,8 @@ class Scheduler:
                 max_nodes = 0  # every sequence's progress comes before drafts
                 continue
             youngest = max(self._running, key=lambda other: other.id)
+            if youngest in under_way:
+                return 0  # it waits until that one's step has ended, and then takes its pages
             self._preempt(youngest)
             if youngest is seq:
                 return 0

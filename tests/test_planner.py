@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,26 @@ def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:
     assert tokens / seconds > 2.5 * plain_rate(cheap) and max(chosen[100:]) >= 4
     tokens, seconds, chosen = simulate(AutoLength(8), 0.0, cheap, steps=2000)
     assert tokens / seconds > 0.98 * plain_rate(cheap) and sum(k > 0 for k in chosen[300:]) < 60
+
+
+def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
+    """Lookups that find little and are right then pay, although every step of so few tokens would not."""
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (2, 1.3), (16, 1.4)))))
+    (seq,) = seqs = sequences(1)
+    for n in range(60):
+        chooser.acceptance.found.add(n % 4 == 0)
+        if n % 4 == 0:
+            chooser.acceptance.observe(seq, 3, 2)
+    (k,) = chooser.choose(seqs)
+    assert k > 0, "one step in four takes 1.4 times as long and gives three tokens"
+    steps = {(1, k): 1.9 if k else 1.0 for k in chooser.lengths}
+    captured = AutoLength(8, table=replace(chooser.costs.table, steps=steps))
+    captured.acceptance = chooser.acceptance
+    assert captured.choose(seqs) == [0], "a captured step takes its time, whatever is found"
+    for _ in range(100):
+        chooser.acceptance.observe(seq, 3, 0)
+    chooser._held = 100
+    assert chooser.choose(seqs) == [0]
 
 
 def test_drafting_stops_where_rows_cost_too_much() -> None:

@@ -264,7 +264,7 @@ _WIDE: dict[str, Any] = {
 }
 
 
-def _config(model_type: str, overrides: dict[str, Any], base: dict[str, Any] = BASE) -> PreTrainedConfig:
+def make_config(model_type: str, overrides: dict[str, Any], base: dict[str, Any] = BASE) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     known = config_class().to_dict().keys() | config_class.attribute_map.keys()
     shared = {key: value for key, value in base.items() if key in known}
@@ -289,7 +289,7 @@ def wide_config(name: str, size: str) -> PreTrainedConfig:
     }
     base = {key: widths.get(key, value) for key, value in BASE.items()}
     wider = {key: value if value is None else widths.get(key, value) for key, value in overrides.items()}
-    return _config(model_type, wider, base)
+    return make_config(model_type, wider, base)
 
 
 def build_wide(name: str, size: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -308,7 +308,7 @@ def build_wide(name: str, size: str, dtype: torch.dtype, device: torch.device) -
 
 def _builders(table: Table) -> dict[str, Callable[[], PreTrainedConfig]]:
     return {
-        name: partial(_config, model_type, overrides)
+        name: partial(make_config, model_type, overrides)
         for name, (model_type, overrides) in table.items()
         if model_type in CONFIG_MAPPING
     }

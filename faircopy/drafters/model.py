@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
         self.passes = runner.passes
         self._sampled = sampled  # rejection sampling wants to know what each node was drawn from
         self._mute: set[Sequence] = set()  # sequences it cannot read any further
-        self._fed = Batch([], [], [])
+        self._fed: dict[Sequence, tuple[int, int]] = {}  # how far, and the nodes it may have, until the step has ended
 
     @property
     def model(self) -> Model:
@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
             None if asked is None else [[] for _ in range(count)],
         )
         places = {seq: i for i, seq in enumerate(batch.seqs)}
-        part = self._fed = self._readable(batch)
+        part = self._noted(self._readable(batch))
         paths = dict.fromkeys(part.seqs, 1.0)  # how likely each draft is accepted as a whole
         depth = 0
         while part.seqs:
@@ -80,18 +80,23 @@ class ModelDrafter(Drafter):
 
         A sequence that gets no draft is read too: a captured step with drafts waits until all have been.
         """
-        self._fed = self._readable(batch, undrafted=any(batch.max_nodes))
-        if self._fed.seqs:
-            self._runner.forward(self._fed, Draft.empty(len(self._fed)))
+        part = self._noted(self._readable(batch, undrafted=any(batch.max_nodes)))
+        if part.seqs:
+            self._runner.forward(part, Draft.empty(len(part)))
         return Draft.empty(len(batch))
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the keys of accepted nodes; the last node of a chain never had any."""
-        decisions = dict(zip(batch.seqs, verdict.decisions, strict=True))
-        self._runner.layout.commit(self._fed, Verdict([decisions[seq] for seq in self._fed.seqs]))
+        fed, decisions = Batch([], [], []), []
+        for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
+            if seq in self._fed:
+                fed.add(seq, *self._fed.pop(seq))
+                decisions.append(decision)
+        self._runner.layout.commit(fed, Verdict(decisions))
 
     def forget(self, seq: Sequence) -> None:
         self._mute.discard(seq)
+        self._fed.pop(seq, None)
         self._runner.layout.forget(seq)
 
     def capture(self, num_slots: int) -> CapturedDrafter | None:
@@ -106,6 +111,11 @@ class ModelDrafter(Drafter):
     def _is_idle(self, seq: Sequence) -> bool:
         """Whether it drafts nothing for this sequence, now or later."""
         return seq in self._mute or seq.request.k == 0
+
+    def _noted(self, part: Batch) -> Batch:
+        """What is fed now; several steps may be under way, of different sequences."""
+        self._fed |= dict(zip(part.seqs, zip(part.upto, part.max_nodes, strict=True), strict=True))
+        return part
 
     def _readable(self, batch: Batch, undrafted: bool = False) -> Batch:
         """What of the batch this model reads now: a chunk at a time, and nothing beyond its vocabulary or context.

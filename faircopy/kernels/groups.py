@@ -21,6 +21,13 @@ def group_count(inner: int, outputs: int = 0) -> int:
     return next(groups for groups in (4, 2, 1) if groups == 1 or (groups <= most and inner % (groups * GRAIN) == 0))
 
 
+def shared_groups(outputs: int, inner: int, device: str) -> int:
+    """Groups of a weight whose inputs ranks may share: on a CPU, where other weights have none, enough for eight."""
+    if device != "cpu":
+        return group_count(inner, outputs)
+    return next(groups for groups in (8, 4, 2, 1) if groups == 1 or inner % (groups * GRAIN) == 0)
+
+
 def add_tree(parts: Tensor) -> Tensor:
     """[G, M, N] float32 -> [M, N], G a power of two."""
     while parts.shape[0] > 1:

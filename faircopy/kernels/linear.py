@@ -17,11 +17,14 @@ from torch import Tensor
 from faircopy.cache import KeptTable, cpu_kind
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.cpu.product import PackedWeight, fits
+from faircopy.kernels.groups import add_tree, group_count, shared_groups
 from faircopy.kernels.memory import use_huge_pages
+from faircopy.kernels.ranks import Ranks
 
 Product = Callable[[Tensor], Tensor]
 
 BLOCK = 8  # rows per block of the last way
+COLUMNS = 16  # outputs per block where a weight's rows may lie on several ranks
 _COMPANIES = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 33, 48, 65, 130, 320, 700)  # row counts tried
 _WIDEST = 4096  # outputs in a trial at most: the order of summation is a matter of the inner dimension
 _LEAST = (1, 2, 4, 8)  # a product may need this many rows before its order settles
@@ -48,6 +51,59 @@ def product(weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> P
     if least == _UNUSABLE:
         return _blocks(weight, bias)
     return _at_least(packed, max(least, _FASTEST))
+
+
+def column_product(
+    weight: Tensor, bias: Tensor | None = None, exact: bool = True, outputs: int | None = None
+) -> Product:
+    """As `product`, for a weight whose rows may lie on several ranks: an output's bits do not depend on N either.
+
+    outputs: of the whole weight; None: these are all.
+    """
+    if (kernels := gpu_module("linear", weight.device)) is not None:
+        groups = group_count(weight.shape[1], outputs or weight.shape[0])
+        return kernels.Linear(weight, bias, exact, groups)  # type: ignore[no-any-return]
+    if weight.device.type != "cpu" or not exact or fits(weight):
+        return product(weight, bias, exact)
+    if fits(weight.float()):
+        return _in_float32(weight, bias)
+    return _column_blocks(weight, bias)
+
+
+def _in_float32(weight: Tensor, bias: Tensor | None) -> Product:
+    run = PackedWeight(weight.float(), None if bias is None else bias.float())
+    return lambda x: run(x.float()).to(weight.dtype)
+
+
+class RowParallel:
+    """A product whose inputs may lie on several ranks: sums along K are made in the groups of `kernels.groups`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, exact: bool, ranks: Ranks) -> None:
+        """weight [N, K / ranks]: this rank's columns, a whole number of groups. bias: used by rank 0 alone."""
+        groups = shared_groups(weight.shape[0], weight.shape[1] * ranks.size, weight.device.type) // ranks.size
+        assert groups, "the caller checks that every rank has a group"
+        self._ranks, self._dtype = ranks, weight.dtype
+        parts = weight.chunk(groups, 1)
+        first = bias if ranks.rank == 0 else None
+        self._groups = [_sums(part, None if n else first, exact) for n, part in enumerate(parts)]
+
+    def partial(self, x: Tensor) -> Tensor:
+        """x [M, K / ranks] -> float32 [M, N]: this rank's groups, added by its part of the tree."""
+        parts = zip(self._groups, x.chunk(len(self._groups), 1), strict=True)
+        return add_tree(torch.stack([run(part) for run, part in parts]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return add_tree(self._ranks.gather(self.partial(x))).to(self._dtype)
+
+
+def _sums(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
+    """A product whose float32 sums are not rounded to the weight's type."""
+    if fits(weight):
+        return PackedWeight(weight, bias, out=torch.float32)
+    wide, added = weight.float(), None if bias is None else bias.float()
+    kernels = gpu_module("linear", weight.device)
+    run = column_product(wide, added, exact) if kernels is None else kernels.Linear(wide, added, exact, 1)
+    return lambda x: run(x.float())
 
 
 def _settled_rows(weight: Tensor, bias: Tensor | None) -> int:
@@ -92,6 +148,15 @@ def _blocks(weight: Tensor, bias: Tensor | None) -> Product:
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     return blocked
+
+
+def _column_blocks(weight: Tensor, bias: Tensor | None) -> Product:
+    """The same shape for every call, whatever M and N are."""
+    outputs, missing = weight.shape[0], -weight.shape[0] % COLUMNS
+    bias = weight.new_zeros(outputs) if bias is None else bias
+    wide, long = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing))
+    parts = [_blocks(wide[at : at + COLUMNS], long[at : at + COLUMNS]) for at in range(0, outputs, COLUMNS)]
+    return lambda x: torch.cat([run(x) for run in parts], 1)[:, :outputs]
 
 
 def _least_rows(run: Product, x: Tensor) -> int | None:

@@ -6,6 +6,7 @@ A rejected node's keys stay where they are: the next write lands on top of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -58,6 +59,7 @@ class PagedLayout:
         self.suite = suite if suite is not None else _suite(device)
         self._arrived = None if self.suite is None else _counters(device)
         self.moved = 0
+        self.on_move: Callable[[Tensor, Tensor], None] | None = None  # told of source and target slots
         self.healthy: Tensor | None = None
         # First slot of the scratch page for padding rows; its contents never affect a real sequence.
         self.scratch = tables.pool.pages * tables.page
@@ -305,9 +307,15 @@ class PagedLayout:
             return
         slots = self._slots(seq, base + max(nodes) + 1)
         source, target = (torch.from_numpy(slots[list(side)]).to(self.device) for side in zip(*moves, strict=True))
+        self.move(source, target)
+        self.moved += len(moves)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values of all layers from slots to slots."""
         for pool in self._pools:
             pool[target] = pool[source]
-        self.moved += len(moves)
+        if self.on_move is not None:
+            self.on_move(source, target)
 
 
 def _suite(device: torch.device) -> Suite | None:

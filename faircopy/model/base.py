@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,3 +86,27 @@ class Model(Protocol):
 
     def token_weights(self) -> TokenWeights:
         """The weights that heads of their own share with it."""
+
+
+class PassResult(NamedTuple):
+    """What a pass of a pipeline brings."""
+
+    logits: Tensor  # [R, vocab]
+    healthy: Tensor | None  # [T] which rows came to the last layer with finite states
+    states: dict[int, Tensor]  # wanted layer -> [T, hidden]
+
+
+@runtime_checkable
+class PipelinedModel(Protocol):
+    """A model whose layers lie on several ranks, each of which may work on another pass."""
+
+    def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
+        """Begin a pass; what is returned waits for its end."""
+
+
+@runtime_checkable
+class StageModel(Model, Protocol):
+    """Some of a model's layers, which one rank of a pipeline runs."""
+
+    def run_stage(self, x: Tensor | None, packed: Packed, cache: Cache, taps: Taps) -> Tensor:
+        """What leaves these layers [T, hidden]; of the last ones, logits [R, vocab]. x: what enters, None: the ids."""

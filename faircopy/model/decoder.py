@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.cpu.product import PackedWeight, fits
-from faircopy.kernels.linear import Product, product
+from faircopy.kernels.linear import Product, RowParallel, column_product, product
 from faircopy.kernels.norm import rms_norm
 from faircopy.kernels.rope import rotate
 from faircopy.layout.base import Cache, Packed
 from faircopy.model.base import FINAL, Taps, TokenWeights
+from faircopy.model.shares import counted_ranks
 from faircopy.model.weights import LayerWeights, Products, Source, Weights
 
 
 def eager_weights(source: Source) -> Weights[Product]:
     """The weights with the device's own products."""
-    name = source.spec.activation
+    name, ranks = source.spec.activation, source.ranks
     act = ACTIVATIONS[name]
+
+    def linear(weight: Tensor, bias: Tensor | None, exact: bool, outputs: int) -> Product:
+        return product(weight, bias, exact) if ranks is None else column_product(weight, bias, exact, outputs)
 
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
         if fits(weight, name):
             return PackedWeight(weight, bias, name)
-        gate_up = product(weight, bias, exact)
+        gate_up = linear(weight, bias, exact, weight.shape[0] * (1 if ranks is None else ranks.size))
 
         def run(x: Tensor) -> Tensor:
             gate, up = gate_up(x).chunk(2, -1)
@@ -31,7 +37,7 @@ def eager_weights(source: Source) -> Weights[Product]:
 
         return run
 
-    return Weights(source, Products(product, gated))
+    return Weights(source, Products(linear, gated, product if ranks is None else partial(RowParallel, ranks=ranks)))
 
 
 class Decoder:
@@ -44,6 +50,8 @@ class Decoder:
         self.name, self.vocab, self.context = source.name, source.vocab, source.context
         self.weights, self.spec = weights, weights.spec
         self.dtype, self.device, self.layers = source.dtype, weights.device, weights.shapes
+        if source.ranks is not None:
+            self.backend = f"eager decoder, sums in K groups, {counted_ranks(source.ranks)}"
 
     @property
     def weight_bytes(self) -> int:
@@ -54,18 +62,34 @@ class Decoder:
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
-        w, s = self.weights, self.spec
-        x = w.embed(packed.ids)
-        if s.embedding_multiplier != 1.0:
-            x = x * w.multiplier
-        angles = w.rope[packed.positions]
-        for i, layer in enumerate(w.layers):
+        return self.logits(self.run_layers(self.embed(packed), packed, cache, taps), packed, taps)
+
+    def run_stage(self, x: Tensor | None, packed: Packed, cache: Cache, taps: Taps) -> Tensor:
+        """What leaves the layers that are here; of the last ones, logits. x: what enters, None: the ids."""
+        x = self.run_layers(self.embed(packed) if x is None else x, packed, cache, taps)
+        return self.logits(x, packed, taps) if self.weights.source.stage.last else x
+
+    def embed(self, packed: Packed) -> Tensor:
+        """What enters the first layer [T, hidden]."""
+        x = self.weights.embed(packed.ids)
+        return x if self.spec.embedding_multiplier == 1.0 else x * self.weights.multiplier
+
+    def run_layers(self, x: Tensor, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
+        """What leaves the layers that are here."""
+        s, first = self.spec, self.weights.source.stage.layers.start
+        angles = self.weights.rope[packed.positions]
+        for i, layer in enumerate(self.weights.layers):
             if taps is not None:
-                taps(i, x)
+                taps(first + i, x)
             x = self._add(x, self._attention(layer, i, x, angles, packed, cache), layer.after_attention)
             x = self._add(x, layer.down(layer.gate_up(rms_norm(x, layer.before_mlp, s.eps))), layer.after_mlp)
+        return x
+
+    def logits(self, x: Tensor, packed: Packed, taps: Taps | None = None) -> Tensor:
+        """Logits of the wanted rows [R, vocab], of what left the last layer."""
+        w, s = self.weights, self.spec
         if taps is not None:
-            taps(len(w.layers), x)
+            taps(w.source.stage.layers.stop, x)
             taps(FINAL, rms_norm(x, w.norm, s.eps))
         logits = w.head(rms_norm(x[packed.wanted], w.norm, s.eps))
         return logits if s.logits_divisor == 1.0 else logits / s.logits_divisor

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import Suite
+from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
 from faircopy.model.base import FINAL, Taps, TokenWeights
@@ -37,7 +38,10 @@ def fused_weights(source: Source) -> Weights[Linear]:
     def gated(weight: Tensor, bias: Tensor | None, exact: bool) -> Product:
         return partial(Linear.gating(weight, bias, exact).gated, kind=source.spec.activation)
 
-    return Weights(source, Products(Linear, gated))
+    def linear(weight: Tensor, bias: Tensor | None, exact: bool, outputs: int) -> Linear:
+        return Linear(weight, bias, exact, group_count(weight.shape[1], outputs))
+
+    return Weights(source, Products(linear, gated, Linear))
 
 
 class Fused:

@@ -14,6 +14,7 @@ from faircopy.kernels import activation
 from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product, product
 from faircopy.model.fixed_order import PRODUCTS, REDUCTIONS, WIDE_SUMS, Replacement
+from faircopy.model.stock_shares import StockShares
 
 
 class RowInvariant(TorchFunctionMode):
@@ -24,8 +25,10 @@ class RowInvariant(TorchFunctionMode):
     rows. Nothing outside the context changes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shares: StockShares | None = None) -> None:
+        """shares: of a model that several ranks share."""
         super().__init__()
+        self._shares = shares
         self._replacements = _replacements(device)
         self._products: dict[tuple[Any, ...], Product] = {}
         self._packed: dict[int, Tensor] = {}  # weights of those products
@@ -48,7 +51,8 @@ class RowInvariant(TorchFunctionMode):
         if weight.dim() != 2 or not x.is_floating_point():
             return NotImplemented
         run = self._product(weight, bias, transposed=False)
-        return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], weight.shape[0])
+        out = run(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], out.shape[1])
 
     def addmm(self, *args: Any, **options: Any) -> Any:
         if options or len(args) != 3 or not _is_weight(args[2]):
@@ -64,7 +68,10 @@ class RowInvariant(TorchFunctionMode):
         return run(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], other.shape[1])
 
     def embedding(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
-        """Rows of a weight that an output layer shares, from the copy that its product keeps."""
+        """Rows of a weight that an output layer shares, from the copy that its product keeps; or of other ranks."""
+        if self._shares is not None:
+            found = self._shares.embedded(input, weight)
+            return NotImplemented if found is None else found
         packed = self.packed_copy(weight)
         return NotImplemented if packed is None else packed.rows(input)
 
@@ -83,7 +90,9 @@ class RowInvariant(TorchFunctionMode):
         whole = weight if isinstance(weight, nn.Parameter) else weight._base
         place = (transposed, id(whole), weight.storage_offset(), weight.shape, None if bias is None else id(bias))
         if place not in self._products:
-            self._products[place] = product(weight.t() if transposed else weight, bias)
+            turned = weight.t() if transposed else weight
+            made = product(turned, bias) if self._shares is None else self._shares.product(id(whole), turned, bias)
+            self._products[place] = made
             self._packed[id(weight)] = weight
         return self._products[place]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,25 +14,35 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from faircopy.errors import CheckpointError, FaircopyError, UnsupportedModel
+from faircopy.errors import CheckpointError, ConfigError, FaircopyError, UnsupportedModel
 from faircopy.kernels.activation import ACTIVATIONS
-from faircopy.model.base import Model
+from faircopy.kernels.ranks import Ranks
+from faircopy.model.base import Model, StageModel
 from faircopy.model.decoder import Decoder, eager_weights
-from faircopy.model.weights import FAMILIES, DenseModel, Source, Tensors, decoder_spec, head_size
+from faircopy.model.shares import Cut, DenseShares, dense_shares, padded
+from faircopy.model.weights import FAMILIES, DenseModel, Source, Stage, Tensors, decoder_spec, head_size
 
 Backend = Literal["auto", "decoder", "transformers"]  # our decoder, or transformers' own modules
 
 
 def load_model(
-    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool = True, backend: Backend = "auto"
+    path: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    exact: bool = True,
+    backend: Backend = "auto",
+    ranks: Ranks | None = None,
 ) -> Model:
-    """A model from a folder or a hub id; dtype None: the checkpoint's, or float32 where that has no native products."""
+    """A model from a folder or a hub id; dtype None: the checkpoint's, or float32 where that has no native products.
+
+    ranks: of these processes each loads its share; None: sums are not made in the groups that shares need.
+    """
     folder = find_checkpoint(path)
     config = load_config(folder)
     kind = dtype or native_dtype(checkpoint_dtype(config), device)
     if backend == "decoder" or (backend == "auto" and fits_decoder(config)):
-        return _load_decoder(path, folder, config, kind, device, exact)
-    return _load_transformers(path, folder, kind, device, exact)
+        return _load_decoder(path, folder, config, kind, device, exact, ranks)
+    return _load_transformers(path, folder, kind, device, exact, ranks)
 
 
 def find_checkpoint(path: str) -> Path:
@@ -87,12 +98,91 @@ def fits_decoder(config: Any) -> bool:
     )
 
 
-def _load_decoder(name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
+def _load_decoder(
+    name: str, folder: Path, config: Any, dtype: torch.dtype, device: torch.device, exact: bool, ranks: Ranks | None
+) -> Model:
     tensors = CheckpointTensors(folder, dtype, device)
     _check_tensors(name, config, tensors)
-    model = build_decoder(name, config, rope_frequencies(config), tensors, dtype, device, exact)
+    rope = rope_frequencies(config)
+    if ranks is None:
+        model: Model = build_decoder(name, config, rope, tensors, dtype, device, exact)
+    else:
+        model = _shared_decoder(name, config, rope, tensors, dtype, exact, ranks)
     tensors.close()
     return model
+
+
+def _shared_decoder(
+    name: str,
+    config: Any,
+    rope: tuple[Tensor, float],
+    tensors: CheckpointTensors,
+    dtype: torch.dtype,
+    exact: bool,
+    ranks: Ranks,
+) -> Decoder:
+    """A rank's share of our decoder: with the heads, inner numbers and tokens that are its own."""
+    whole = decoder_spec(config, *rope)
+    shares = dense_shares(name, config, whole.head_dim, config.vocab_size, tensors.device, ranks)
+    spec = replace(
+        whole,
+        heads=shares.own_heads,
+        kv_heads=shares.own_kv_heads,
+        intermediate=whole.intermediate // ranks.size,
+    )
+    own = partial(_share, tensors, shares)
+    context = config.max_position_embeddings
+    source = Source(name, spec, own, config.vocab_size, context, dtype, exact, ranks, tensors, whole)
+    return Decoder(eager_weights(source))
+
+
+def load_stage(
+    path: str, dtype: torch.dtype | None, device: torch.device, exact: bool, rank: int, size: int
+) -> StageModel:
+    """A rank's layers of a pipeline."""
+    folder = find_checkpoint(path)
+    config = load_config(folder)
+    kind = dtype or native_dtype(checkpoint_dtype(config), device)
+    tensors = CheckpointTensors(folder, kind, device)
+    stage = stage_of(path, config.num_hidden_layers, rank, size)
+    make = _decoder_stage if fits_decoder(config) else _stock_stage
+    model = make(path, config, tensors, kind, exact, stage)
+    model.backend = f"{model.backend}, pipeline of {size}"
+    tensors.close()
+    return model
+
+
+def _decoder_stage(
+    name: str, config: Any, tensors: CheckpointTensors, dtype: torch.dtype, exact: bool, stage: Stage
+) -> StageModel:
+    _check_tensors(name, config, tensors)
+    spec, context = decoder_spec(config, *rope_frequencies(config)), config.max_position_embeddings
+    return Decoder(eager_weights(Source(name, spec, tensors, config.vocab_size, context, dtype, exact, part=stage)))
+
+
+def _stock_stage(
+    name: str, config: Any, tensors: CheckpointTensors, dtype: torch.dtype, exact: bool, stage: Stage
+) -> StageModel:
+    from faircopy.model.stock_stage import StockStage
+    from faircopy.model.transformers_backend import check_static
+
+    check_static(name, config, _model_class(name, config))
+    return StockStage(name, stock_skeleton(config, dtype), tensors, exact, stage)
+
+
+def stage_of(name: str, depth: int, rank: int, size: int) -> Stage:
+    """The first stages have one layer more where the number is not even: rank 0 has as many as any."""
+    if size > depth:
+        problem = f"{name} has {depth} layers"
+        raise ConfigError("pipeline_parallel", size, problem, f"use {depth} or fewer")
+    begin, end = (-(-place * depth // size) for place in (rank, rank + 1))
+    return Stage(range(begin, end), rank == size - 1)
+
+
+def _share(tensors: CheckpointTensors, shares: DenseShares, name: str) -> Tensor | None:
+    """What this rank keeps of a tensor; nothing else of it is read."""
+    cut = shares.cut(name)
+    return tensors(name) if cut is None else tensors.part(name, cut)
 
 
 def build_decoder(
@@ -132,12 +222,12 @@ def _check_tensors(name: str, config: Any, tensors: CheckpointTensors) -> None:
             raise CheckpointError("model", name, f"tensor {tensor} {problem}", "fetch the checkpoint again")
 
 
-def stock_skeleton(config: Any) -> Any:
+def stock_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The stock model of a configuration without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
 
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
@@ -157,10 +247,10 @@ class CheckpointTensors:
     """A checkpoint's tensors by name, read when asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._files: dict[Path, Any] = {}  # those that are open
         self._readers: dict[str, Callable[[], Tensor]] = {}
-        self._starts: dict[str, Callable[[], Tensor]] = {}
+        self._slices: dict[str, Callable[[], Any]] = {}  # what can be indexed without being read as a whole
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self._open(file)
@@ -168,9 +258,18 @@ class CheckpointTensors:
             self._convert(folder)
         self._check_index(folder)
 
-    def __call__(self, name: str) -> Tensor | None:
+    def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
         read = self._readers.get(name)
-        return None if read is None else read().to(self._device, self._dtype)
+        return None if read is None else read().to(self.device, dtype or self._dtype)
+
+    def part(self, name: str, cut: Cut, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Some of a tensor, without reading the rest of it."""
+        if name not in self._slices:
+            return None
+        lazy, before = self._slices[name](), (slice(None),) * cut.dim
+        ranges = [lazy[(*before, slice(*part))] for part in cut.ranges]
+        found = ranges[0] if len(ranges) == 1 else torch.cat(ranges, cut.dim)
+        return padded(found, cut).to(self.device, dtype or self._dtype)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, without reading it."""
@@ -181,7 +280,9 @@ class CheckpointTensors:
 
     def beginning(self, name: str, count: int = 16) -> Tensor:
         """The first numbers of a tensor, without reading all of it."""
-        return self._starts[name]().flatten()[:count].to(self._dtype)
+        lazy = self._slices[name]()
+        first: Tensor = lazy[:1] if len(self._shapes[name]) > 1 else self._readers[name]()
+        return first.flatten()[:count].to(self._dtype)
 
     def close(self) -> None:
         """Close the files, whose pages count as resident while they are mapped; reading opens them again."""
@@ -191,7 +292,7 @@ class CheckpointTensors:
         handle = self._file(file)
         names = list(handle.keys())
         self._readers |= {name: partial(self._tensor, file, name) for name in names}
-        self._starts |= {name: partial(self._first_row, file, name) for name in names}
+        self._slices |= {name: partial(self._slice, file, name) for name in names}
         self._shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in names}
 
     def _file(self, file: Path) -> Any:
@@ -208,15 +309,13 @@ class CheckpointTensors:
         found: Tensor = self._file(file).get_tensor(name)
         return found
 
-    def _first_row(self, file: Path, name: str) -> Tensor:
-        part = self._file(file).get_slice(name)
-        first: Tensor = part[:1] if len(part.get_shape()) > 1 else self._tensor(file, name)
-        return first
+    def _slice(self, file: Path, name: str) -> Any:
+        return self._file(file).get_slice(name)
 
     def _convert(self, folder: Path) -> None:
         """Checkpoints in older formats are read by transformers."""
         state = _from_pretrained(str(folder), folder, self._dtype).state_dict()
-        self._readers = self._starts = {name: partial(state.__getitem__, name) for name in state}
+        self._readers = self._slices = {name: partial(state.__getitem__, name) for name in state}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _check_index(self, folder: Path) -> None:
@@ -230,12 +329,23 @@ class CheckpointTensors:
                 )
 
 
-def _load_transformers(name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool) -> Model:
+def _load_transformers(
+    name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool, ranks: Ranks | None
+) -> Model:
     from faircopy.model.transformers_backend import TransformersModel, check_static
 
     config = load_config(folder)
     check_static(name, config, _model_class(name, config))
-    return TransformersModel(name, load_stock(name, dtype, device), exact)
+    if ranks is None:
+        return TransformersModel(name, load_stock(name, dtype, device), exact)
+    from faircopy.model.stock_reader import StockReader
+    from faircopy.model.stock_shares import stock_share
+
+    model = stock_skeleton(config, dtype)
+    tensors = CheckpointTensors(folder, dtype, device)
+    shares = stock_share(name, model, StockReader(name, model, tensors), device, ranks)
+    tensors.close()
+    return TransformersModel(name, model.eval().requires_grad_(False), exact, shares)
 
 
 def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -305,6 +415,21 @@ def load_tokenizer(path: str) -> Any | None:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers and transformers each raise their own
         raise CheckpointError("tokenizer", path, f"cannot be loaded ({error})", "fetch the checkpoint again") from error
+
+
+def text_decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
+    """Tokens to text without special tokens; straight from the backend where transformers adds nothing but checks."""
+    if tokenizer is None:
+        return lambda tokens: ""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    if stock and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def response_template(path: str, tokenizer: Any | None) -> dict[str, Any] | None:

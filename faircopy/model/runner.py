@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from faircopy.layout.base import Layout, Packed
-from faircopy.model.base import Model, Taps
+from faircopy.model.base import Model, PipelinedModel, Taps
 from faircopy.types import Batch, Draft
 
 
@@ -54,6 +55,23 @@ class Runner:
 
     def __init__(self, model: Model, layout: Layout, wants: tuple[int, ...] = (), passes: Passes | None = None) -> None:
         self.model, self.layout, self.wants, self.passes = model, layout, wants, passes
+
+    @torch.no_grad()
+    def start(self, batch: Batch, draft: Draft) -> Callable[[], Result]:
+        """Begin a pass; what is returned waits for its end. Passes end in the order in which they begin."""
+        if not isinstance(self.model, PipelinedModel):
+            result = self.forward(batch, draft)
+            return lambda: result
+        packed = self.layout.pack(batch, draft)
+        wait = self.model.start(packed, self.layout, self.wants)
+        self.layout.advance(batch)
+
+        def end() -> Result:
+            passed = wait()
+            states = {layer: packed.unpadded(rows) for layer, rows in passed.states.items()}
+            return Result(packed, passed.logits, passed.healthy, states)
+
+        return end
 
     @torch.no_grad()
     def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:

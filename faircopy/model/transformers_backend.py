@@ -24,6 +24,8 @@ from faircopy.model.bits import same_bits
 from faircopy.model.hidden import stock_token_weights, tapping
 from faircopy.model.invariant import RowInvariant
 from faircopy.model.operations import ModulePath, Operation, OperationList
+from faircopy.model.shares import counted_ranks
+from faircopy.model.stock_shares import StockShares
 
 ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
 REMEDY = "serve it with transformers' own generate(), or choose another model"
@@ -69,16 +71,32 @@ class TransformersModel:
 
     backend = "transformers"
 
-    def __init__(self, name: str, model: PreTrainedModel, exact: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        exact: bool,
+        shares: StockShares | None = None,
+        layers: int | None = None,
+    ) -> None:
+        """shares: how the model is cut, if it is one rank's share. layers: that attend; None: all."""
         config = model.config.get_text_config()
         check_static(name, config, type(model))
         self.name, self.vocab, self.context = name, int(config.vocab_size), context_length(config)
         self.dtype, self.device = model.dtype, model.device
-        self._model = model
-        self._mode = RowInvariant(self.device) if exact else None
+        self._model, self._shares = model, shares
+        self._mode = RowInvariant(self.device, shares) if exact or shares is not None else None
+        if shares is not None:
+            self.backend = f"transformers, sums in K groups, {counted_ranks(shares.ranks)}"
         self._one_at_a_time = Lock()  # several LLMs may share this model, and hooks belong to a forward
         _switch(name, model, ATTENTION)
-        probe = self._probe(config.num_hidden_layers)
+        try:
+            probe = self._probe(layers or config.num_hidden_layers)
+        except RuntimeError as error:
+            if shares is None:
+                raise
+            problem = f"its modules do not run with a rank's share of the heads ({error})"
+            raise UnsupportedModel("model", name, problem, "use tensor_parallel=1") from error
         self.layers, self._layers = probe.shapes, probe.layers
         if self._mode is not None:
             self._check_operations()
@@ -106,9 +124,12 @@ class TransformersModel:
     def token_weights(self) -> TokenWeights:
         """Embedding and head; rows that only a product keeps are taken out of it."""
         known = stock_token_weights(self._model)
-        return replace(known, embedding=self._whole(known.embedding), rows=self._whole(known.rows))
+        bias = known.bias if known.bias is None or self._shares is None else self._shares.whole(known.bias)
+        return replace(known, embedding=self._whole(known.embedding), rows=self._whole(known.rows), bias=bias)
 
     def _whole(self, weight: Tensor) -> Tensor:
+        if self._shares is not None:
+            return self._shares.whole(weight)
         packed = self._mode.packed_copy(weight) if self._mode is not None else None
         return weight if packed is None else packed.rows(torch.arange(weight.shape[0]))
 
@@ -188,7 +209,8 @@ class TransformersModel:
                 if self._mode is not None and self._mode.packed_copy(parameter) is not None:
                     rows.add(id(parameter))
         head = self._model.get_output_embeddings()
-        kept = set() if head is None or id(head.weight) in rows else {id(head.weight)}
+        weight = getattr(head, "weight", None)  # a stage of a pipeline has no head
+        kept = set() if weight is None or id(weight) in rows else {id(weight)}
         return {
             parameter
             for parameter, kinds in owners.items()

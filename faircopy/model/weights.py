@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch import Tensor
 from faircopy.kernels.cpu.product import PackedWeight
 from faircopy.kernels.linear import Product
 from faircopy.kernels.memory import give_back_free_memory
+from faircopy.kernels.ranks import Ranks
 from faircopy.kernels.rope import rope_table
 from faircopy.layout.base import LayerShape
 from faircopy.model.base import Model, TokenWeights
+from faircopy.model.shares import TokenShares
 
 Tensors = Callable[[str], Tensor | None]  # name -> tensor of the checkpoint, if it is there
 P = TypeVar("P", bound=Product, covariant=True)  # how a decoder multiplies
@@ -60,6 +62,18 @@ class Spec:
     intermediate: int = 0
 
 
+class Stage(NamedTuple):
+    """A rank's layers in a pipeline."""
+
+    layers: range
+    last: bool  # whether the norm and the head follow them
+
+    @property
+    def first(self) -> bool:
+        """Whether the embedding comes before them."""
+        return self.layers.start == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint of the family before its weights are read."""
@@ -71,14 +85,23 @@ class Source:
     context: int
     dtype: torch.dtype
     exact: bool  # whether a row's bits must not depend on the rows beside it
+    ranks: Ranks | None = None  # who has the other shares of the tensors; None: sums are not made in groups
+    whole: Tensors | None = None  # the tensors before they were cut; None: they are not cut
+    whole_spec: Spec | None = None  # the same of the numbers
+    part: Stage | None = None  # the layers that are read; None: all
+
+    @property
+    def stage(self) -> Stage:
+        return self.part or Stage(range(len(self.spec.windows)), True)
 
 
 @dataclass(frozen=True, slots=True)
 class Products(Generic[P]):
     """How a decoder turns a weight, its bias and `Source.exact` into a product."""
 
-    linear: Callable[[Tensor, Tensor | None, bool], P]
+    linear: Callable[[Tensor, Tensor | None, bool, int], P]  # and how many outputs all ranks' weights have
     gated: Callable[[Tensor, Tensor | None, bool], Product]  # of gate and up: x -> activation(gate) * up
+    rows: Callable[[Tensor, Tensor | None, bool], P]  # of attention's output and down: ranks may share their inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +125,28 @@ class Weights(Generic[P]):
 
     def __init__(self, source: Source, products: Products[P]) -> None:
         self.source, self.spec, self._products = source, source.spec, products
-        self.layer_bytes = 0  # of all layers' products: what a pass reads
-        embedding = self._need("model.embed_tokens.weight")
-        self.device = embedding.device
-        self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
+        self.layer_bytes = self.head_bytes = 0  # of all layers' products and of the head's: what a pass reads
         self.layers: list[LayerWeights[P]] = []
-        for i in range(len(self.spec.windows)):
+        for i in source.stage.layers:
             self.layers.append(self._layer(i))
             give_back_free_memory()  # of the weights as they were read, which else lies unused between packed ones
-        self.norm = self._norm_weight("model.norm.weight")
-        own = source.tensors("lm_head.weight")
-        head = embedding if own is None else own
-        self.head, self.head_bytes = products.linear(head, source.tensors("lm_head.bias"), source.exact), head.nbytes
-        shared: Product = self.head
-        self._shared = shared if own is None and isinstance(shared, PackedWeight) else None
-        self._embedding = embedding if self._shared is None else None
+        self.device = self.layers[0].before_attention.device
+        self.multiplier = torch.tensor(self.spec.embedding_multiplier, dtype=source.dtype, device=self.device)
+        self._tokens = None if source.ranks is None else TokenShares(source.vocab, source.ranks)
+        self._shared: PackedWeight | None = None  # the head's product, if it holds the embedding too
+        if source.stage.last:
+            self.norm, self.head = self._norm_weight("model.norm.weight"), self._head()
+        keeps = source.stage.first and self._shared is None
+        self._embedding = self._need("model.embed_tokens.weight") if keeps else None
         self.rope = rope_table(self.spec.frequencies, source.context, self.spec.rope_factor, source.dtype)
         self.rope = self.rope.to(self.device)
 
     @property
     def shapes(self) -> list[LayerShape]:
         """What each layer keeps per token."""
-        s = self.spec
-        return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in s.windows]
+        s, stage = self.spec, self.source.stage
+        windows = s.windows[stage.layers.start : stage.layers.stop]
+        return [LayerShape(s.kv_heads, s.head_dim, window, s.heads // s.kv_heads) for window in windows]
 
     @property
     def nbytes(self) -> int:
@@ -133,31 +155,54 @@ class Weights(Generic[P]):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, hidden]; read from the checkpoint again where only the head's product is kept."""
-        return self._need("model.embed_tokens.weight") if self._embedding is None else self._embedding
+        """[V, hidden]; read from the checkpoint again where only the head's product is kept, or a share of it."""
+        read = self.source.whole
+        if self._embedding is not None and read is None:
+            return self._embedding
+        return _needed(read or self.source.tensors, "model.embed_tokens.weight")
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embeddings [T, hidden] of tokens; a head that shares them keeps them once, in its product."""
-        return self.embedding[ids] if self._shared is None else self._shared.rows(ids)
+        return self._rows(ids) if self._tokens is None else self._tokens.embedded(ids, self._rows)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding, or of this rank's share of it."""
+        if self._shared is not None:
+            return self._shared.rows(ids)
+        assert self._embedding is not None, "what the head does not share is kept"
+        return self._embedding[ids]
 
     def token_weights(self) -> TokenWeights:
         """Embedding and head; a head of its own is read from the checkpoint again, since only its product is kept."""
-        head, embedding = self.source.tensors("lm_head.weight"), self.embedding
+        tensors, embedding = self.source.whole or self.source.tensors, self.embedding
+        head = tensors("lm_head.weight")
         rows = embedding if head is None else head
-        return TokenWeights(embedding, rows, self.source.tensors("lm_head.bias"), self.spec.logits_divisor)
+        return TokenWeights(embedding, rows, tensors("lm_head.bias"), self.spec.logits_divisor)
+
+    def _head(self) -> Product:
+        """Logits of the whole vocabulary, whichever ranks make them."""
+        own, tensors = self.source.tensors("lm_head.weight"), self.source.tensors
+        rows = self._need("model.embed_tokens.weight") if own is None else own
+        head: Product = self._products.linear(rows, tensors("lm_head.bias"), self.source.exact, self.source.vocab)
+        self.head_bytes = rows.nbytes
+        if own is None and isinstance(head, PackedWeight):
+            self._shared = head
+        return head if self._tokens is None else self._tokens.joined(head)
 
     def _need(self, name: str) -> Tensor:
-        tensor = self.source.tensors(name)
-        assert tensor is not None, f"{name} was not checked to be there"
-        return tensor
+        return _needed(self.source.tensors, name)
 
     def _layer(self, i: int) -> LayerWeights[P]:
-        at, tensors = f"model.layers.{i}.", self.source.tensors
+        at, tensors, whole = f"model.layers.{i}.", self.source.tensors, self.source.whole_spec or self.spec
         return LayerWeights(
-            qkv=self._linear(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            out=self._linear(at + "self_attn.", "o_proj", ()),
+            qkv=self._products.linear(
+                *self._joined(at + "self_attn.", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+                self.source.exact,
+                (whole.heads + 2 * whole.kv_heads) * whole.head_dim,
+            ),
+            out=self._products.rows(*self._joined(at + "self_attn.", "o_proj", ()), self.source.exact),
             gate_up=self._gate_up(at + "mlp."),
-            down=self._linear(at + "mlp.", "down_proj", ()),
+            down=self._products.rows(*self._joined(at + "mlp.", "down_proj", ()), self.source.exact),
             before_attention=self._norm_weight(at + "input_layernorm.weight"),
             before_mlp=self._norm_weight(at + "post_attention_layernorm.weight"),
             after_attention=tensors(at + "post_self_attn_layernorm.weight"),
@@ -173,15 +218,12 @@ class Weights(Generic[P]):
     def _gate_up(self, at: str) -> Product:
         return self._products.gated(*self._joined(at, "gate_up_proj", ("gate_proj", "up_proj")), self.source.exact)
 
-    def _linear(self, at: str, whole: str, parts: tuple[str, ...]) -> P:
-        return self._products.linear(*self._joined(at, whole, parts), self.source.exact)
-
     def _joined(self, at: str, whole: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of several projections in one; a checkpoint may have stored them so already."""
         tensors = self.source.tensors
-        if tensors(f"{at}{whole}.weight") is not None or not parts:
-            parts = (whole,)
-        weights = [self._need(f"{at}{part}.weight") for part in parts]
+        joined = tensors(f"{at}{whole}.weight")
+        parts = parts if joined is None else (whole,)
+        weights = [joined] if joined is not None else [self._need(f"{at}{part}.weight") for part in parts]
         biases = [tensors(f"{at}{part}.bias") for part in parts]
         bias = None
         if any(b is not None for b in biases):
@@ -195,6 +237,12 @@ class Weights(Generic[P]):
         if q is None or k is None:
             return None
         return torch.cat([q.expand(self.spec.heads, -1), k.expand(self.spec.kv_heads, -1)])
+
+
+def _needed(tensors: Tensors, name: str) -> Tensor:
+    tensor = tensors(name)
+    assert tensor is not None, f"{name} was not checked to be there"
+    return tensor
 
 
 class DenseModel(Model, Protocol):

@@ -49,7 +49,8 @@ class Fleet:
     max_replicas: int | None = None  # None: always `replicas`
     queue_target: int = 16  # requests per replica that scaling aims at
     busy_threshold: int = 4  # a replica with the prefix is passed over if it has that many requests more
-    gpus: float | None = None  # per replica; None: one where there are any
+    devices: int = 1  # that share a replica's model
+    gpus: float | None = None  # per replica; None: as many as devices, where there are any
     cpus: float = 1.0
     hedge: float | None = None  # seconds without a first byte after which a second replica is asked
 
@@ -61,7 +62,7 @@ class Fleet:
 
     def options(self, most_requests: int, drain: float) -> Json:
         """The replicas' deployment, in Ray Serve's words."""
-        gpus = self.gpus if self.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
+        gpus = self.gpus if self.gpus is not None else float(self.devices * (ray.cluster_resources().get("GPU", 0) > 0))
         scaling: Json = {"num_replicas": self.replicas}
         if self.max_replicas is not None:
             scaling = {"autoscaling_config": self._autoscaling()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from faircopy.engine import Engine
-from faircopy.errors import FaircopyError
+from faircopy.errors import FaircopyError, RankError
 from faircopy.server.shadow import ShadowAudit
 from faircopy.types import FinishReason, Logprobs, Output, Request, Sequence
 
@@ -142,6 +142,9 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
+        except RankError as error:  # no step can be made any more: the thread ends
+            self._fail(error)
+            raise
         except Exception as error:  # one step's requests fail, the others go on
             log.exception("a step failed")
             self._fail(error)

@@ -55,6 +55,8 @@ def run(
     ] = None,
     clock: Annotated[str, typer.Option(help="wall, or cpu: this process's own time, for a busy machine.")] = "wall",
     threads: Annotated[int | None, typer.Option(min=1, help="Of torch; one for the bundled pair.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer: 1, 2, 4 or 8.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the layers among them.")] = 1,
 ) -> None:
     """Run every combination; each text is compared with plain decoding's. Exit code 1 if `ragged` differs anywhere."""
     import torch
@@ -67,10 +69,12 @@ def run(
         torch.set_num_threads(threads or 1)
     own = bundled.draft_for(target, draft)
     drafters = drafter or ["model" if own else draft or "ngram"]
-    pair = load_pair(target or bundled.target(), own, dtype=dtype, device=device, exact=exact)
-    ways = product(strategy or ["ragged", "padded", "realign", "pool"], drafters, batch or [1, 4, 8], k or [4])
+    ranks = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    pair = load_pair(target or bundled.target(), own, dtype=dtype, device=device, exact=exact, **ranks)
+    several = ["ragged"] if max(ranks.values()) > 1 else ["ragged", "padded", "realign", "pool"]
+    ways = product(strategy or several, drafters, batch or [1, 4, 8], k or [4])
     cases = [Case(*way, refill=refill) for way in ways]
-    bench = Bench(pair.target, pair.draft, repeats, warmup, profile, options={"exact": exact}, clock=clock)
+    bench = Bench(pair.target, pair.draft, repeats, warmup, profile, options={"exact": exact, **ranks}, clock=clock)
     same = _measure(bench, _workload(workload, pair, max_tokens), cases, prompts, out)
     print(f"written to {out}; make a report with: faircopy bench report {out}")
     raise typer.Exit(0 if same or not exact else 1)

@@ -19,26 +19,31 @@ from faircopy.kernels.memory import use_huge_pages
 
 
 class PackedWeight:
-    """A weight's product, x [M, K] -> [M, N]; with an activation: activation(first half) * second half."""
+    """A weight's product, x [M, K] -> [M, N]; with an activation: activation(first half) * second half.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
+    out: float32 for sums that are not rounded yet; None: the weight's type.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: str | None = None, out: torch.dtype | None = None
+    ) -> None:
         known = processor()
         assert known is not None and fits(weight), "the caller asks fits() first"
         outputs, self._inner = weight.shape
-        self._dtype, self._columns = weight.dtype, 2 * known.lanes
+        self._dtype, self._out, self._columns = weight.dtype, out or weight.dtype, 2 * known.lanes
         halves = 1 if activation is None else 2
         self._weight = _panels(weight, self._columns, halves)
         bias = weight.new_zeros(outputs) if bias is None else bias
         self._bias = _panels(bias.float()[:, None], self._columns, halves)
         self._outputs, self._width = outputs // halves, self._weight.shape[0] * self._columns // halves
-        self._run = _library(weight.dtype, activation)
+        self._run = _library(weight.dtype, activation, self._out)
         self._addresses = self._weight.data_ptr(), self._bias.data_ptr()
         self._sizes = self._weight.shape[1], self._weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         assert x.dtype == self._dtype and x.shape[1] == self._inner, "rows of another type or width"
         x, rows = x.contiguous(), x.shape[0]
-        out = x.new_empty(rows, self._width)
+        out = x.new_empty(rows, self._width, dtype=self._out)
         if rows:
             self._run(x.data_ptr(), *self._addresses, out.data_ptr(), rows, *self._sizes, torch.get_num_threads())
         return out if self._outputs == self._width else out[:, : self._outputs].contiguous()
@@ -85,7 +90,8 @@ def _panels(weight: Tensor, columns: int, halves: int) -> Tensor:
 
 
 @cache
-def _library(dtype: torch.dtype, activation: str | None) -> Any:
+def _library(dtype: torch.dtype, activation: str | None, out: torch.dtype) -> Any:
     known = processor()
     assert known is not None, "the caller asks fits() first"
-    return Library(product_text(known, dtype == torch.bfloat16, activation)).function("product", 4, 4)
+    text = product_text(known, dtype == torch.bfloat16, activation, out.itemsize)
+    return Library(text).function("product", 4, 4)

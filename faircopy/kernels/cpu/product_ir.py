@@ -20,19 +20,18 @@ _ARGUMENTS = (
 )
 
 
-def product_text(processor: Processor, pairs: bool, activation: str | None) -> str:
-    """A module with product(x, weight, bias, out, rows, words of K, panels, threads)."""
+def product_text(processor: Processor, pairs: bool, activation: str | None, size: int) -> str:
+    """A module with product(x, weight, bias, out, rows, words of K, panels, threads). size: bytes of an output."""
     lanes, gated = processor.lanes, activation is not None
     parts = ["" if activation is None else _activation(lanes, activation)]
-    parts += [_tile(m, lanes, pairs, gated) for m in range(1, processor.rows + 1)]
-    parts += [_panel_loop(processor, pairs, gated), shared_text("product", _ARGUMENTS, "panels")]
+    parts += [_tile(m, lanes, pairs, gated, size) for m in range(1, processor.rows + 1)]
+    parts += [_panel_loop(processor, gated, size), shared_text("product", _ARGUMENTS, "panels")]
     return module_text(processor, parts)
 
 
-def _tile(m: int, lanes: int, pairs: bool, gated: bool) -> str:
+def _tile(m: int, lanes: int, pairs: bool, gated: bool, size: int) -> str:
     """m rows by one panel; `ahead` is read into the cache on the way, `step` bytes further for every word of K."""
     kept = [(r, c) for r in range(m) for c in range(2)]
-    size = 2 if pairs else 4
     rows = [f"%row{r} = getelementptr i32, ptr %x, i64 %start{r}" for r in range(m)]
     starts = [f"%start{r} = mul i64 %words, {r}" for r in range(m)]
     sums = [f"%sum{r}{c} = phi VECTOR [%bias{c}, %entry], [%next{r}{c}, %loop]" for r, c in kept]
@@ -118,12 +117,12 @@ def _row_store(r: int, lanes: int, size: int, gated: bool) -> list[str]:
     return lines
 
 
-def _panel_loop(processor: Processor, pairs: bool, gated: bool) -> str:
+def _panel_loop(processor: Processor, gated: bool, size: int) -> str:
     """Panels first to last, of each all rows, in tiles of nearly equal height.
 
     Where a panel is read more than once, the next one is fetched meanwhile; else the processor fetches well enough.
     """
-    lanes, most, size = processor.lanes, processor.rows, 2 if pairs else 4
+    lanes, most = processor.lanes, processor.rows
     panel_bytes = 8 * lanes
     width = (1 if gated else 2) * lanes * size  # bytes that a panel adds to a row of the output
     heights = range(1, most + 1)

@@ -1,0 +1,386 @@
+"""Ranks that share a model: the same tokens and bits as one, errors that name a rank, and shares that are read alone.
+
+The processes are started once and load many models.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from faircopy import LLM, SamplingParams, build
+from faircopy.config import EngineConfig
+from faircopy.costs import CostTable, Curve
+from faircopy.errors import ConfigError, RankError, UnsupportedModel
+from faircopy.kernels.ranks import OneRank
+from faircopy.layout.base import kv_bytes_per_token
+from faircopy.model.base import Model
+from faircopy.model.loader import CheckpointTensors, load_model, load_stage
+from faircopy.parallel.group import Group
+from faircopy.parallel.launch import start_ranks
+from faircopy.parallel.model import ParallelModel, Pipeline
+from faircopy.parallel.shards import Load
+from faircopy.testing import Plain, ScriptedDrafter, cacheless
+from faircopy.types import Request, Sequence
+from tests.helpers import CPU, HEADS, engine_of, head_for, mixed, random_prompts, run, scripted
+from tests.zoo import BASE, SUPPORTED, make_config
+
+WIDTHS = {
+    **BASE,
+    "vocab_size": 200,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+}
+DENSE = {"intermediate_size": 512, "attention_bias": True, "mlp_bias": True}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", DENSE),
+    "tied": ("qwen3", {"intermediate_size": 512, "tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", MOE),
+    "deep": ("llama", {**DENSE, "num_hidden_layers": 4}),
+    "deep moe": ("qwen3_moe", {**MOE, "num_hidden_layers": 4}),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+PARAMS = (
+    SamplingParams(max_tokens=8, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, logprobs=0),
+    SamplingParams(max_tokens=8, temperature=1.2, top_k=20, repetition_penalty=1.2),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A checkpoint whose inner widths have groups for eight ranks, or four."""
+
+    @cache
+    def made(name: str, seed: int = 0) -> str:
+        return saved(tmp_path_factory.mktemp(name), *MODELS[name], seed)
+
+    return made
+
+
+def saved(path: Path, model_type: str, options: dict[str, Any], seed: int = 0) -> str:
+    """A random model of these widths; experts get as many groups as other layers."""
+    torch.manual_seed(seed)
+    wide = {
+        name: 256 if name.endswith("_intermediate_size") and value == 48 else value for name, value in options.items()
+    }
+    model = AutoModelForCausalLM.from_config(make_config(model_type, wide, WIDTHS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape) + (parameter.ndim == 1))
+    model.save_pretrained(path)
+    return str(path)
+
+
+def cases(*names: str) -> list[tuple[int, str, torch.dtype]]:
+    """Everything on two ranks; on four some models in one type each."""
+    two = [(2, name, dtype) for name in names for dtype in DTYPES]
+    return two + [(4, name, DTYPES[n % 2]) for n, name in enumerate(names) if name != "tied"]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[int, Group]]:
+    """Groups by their number of ranks."""
+    groups: dict[int, Group] = {}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def group(request: pytest.FixtureRequest, started: dict[int, Group]) -> Group:
+    if request.param not in started:
+        started[request.param] = start_ranks(request.param, CPU)
+    return started[request.param]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_rank_0() -> Iterator[subprocess.Popen[str]]:
+    """A process that is rank 0 of two and prints rank 1's process; it starts while other tests run."""
+    script = "import torch; from faircopy.parallel.launch import start_ranks; import time\n"
+    script += "group = start_ranks(2, torch.device('cpu')); print(*group.pids, flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=PIPE, stderr=PIPE, text=True)
+    yield process
+    process.kill()
+
+
+def requests(count: int) -> list[Request]:
+    prompts = random_prompts(count, 200, seed=count, longest=20)
+    return [Request(tuple(p), PARAMS[n % len(PARAMS)], seed=n) for n, p in enumerate(prompts)]
+
+
+def written(seqs: list[Sequence]) -> list[Any]:
+    return [(seq.output, seq.finished, seq.logprobs, seq.prompt_logprobs) for seq in seqs]
+
+
+@cache
+def alone(path: str, dtype: torch.dtype, groups: bool) -> list[Any]:
+    """What one process writes without drafts, one request after the other. groups: sums are made in K groups."""
+    model = load_model(path, dtype, CPU, ranks=OneRank() if groups else None)
+    return [written(run(engine_of(model, max_batch=1), [request]))[0] for request in requests(8)]
+
+
+def guesses(expected: list[Any], vocab: int) -> ScriptedDrafter:
+    """Trees whose nodes are right in every possible number."""
+    truths = [Plain(tokens) for tokens, *_ in expected]
+    return scripted([list(request.prompt) for request in requests(8)], truths, mixed, vocab, wide=True)
+
+
+def compare(model: Model, path: str, groups: bool) -> None:
+    """Batches of 1 to 8, drafts that are chains and trees, and too few pages, against one process."""
+    expected, asked = alone(path, model.dtype, groups), requests(8)
+    for batch in (1, 5, 8):
+        engine = engine_of(model, guesses(expected, model.vocab), max_batch=batch, k=3)
+        assert written(run(engine, asked[:batch])) == expected[:batch], f"batch {batch}"
+    assert engine.meter.rows_moved, "trees move rows, on every rank"
+    draft = load_model(path, model.dtype, CPU)
+    memory = 14 * 4 * (kv_bytes_per_token(model) + kv_bytes_per_token(draft))
+    small = engine_of(model, draft=draft, max_batch=8, k=2, page=4, cache_memory=memory)
+    assert written(run(small, asked)) == expected
+    assert small.meter.preemptions, "the pool was to be too small"
+
+
+def compare_heads(model: Model, path: str, groups: bool) -> None:
+    """Draft heads read the hidden states of the target, wherever they are made."""
+    expected, asked = alone(path, model.dtype, groups), requests(8)
+    reference = load_model(path, model.dtype, CPU, ranks=OneRank() if groups else None)
+    for method in HEADS:
+        drafted = []
+        for target in (reference, model):
+            engine = engine_of(target, draft=head_for(path, target, method), max_batch=4, k=4)
+            assert written(run(engine, asked)) == expected, method
+            drafted.append((engine.meter.drafted, engine.meter.accepted))
+        assert drafted[0] == drafted[1], f"{method} did not see the same states"
+
+
+@pytest.mark.parametrize(("group", "name", "dtype"), cases("dense", "moe", "tied"), indirect=["group"])
+def test_tensor_parallel_writes_the_bits_of_one_rank(
+    folder: Callable[..., str], group: Group, name: str, dtype: torch.dtype
+) -> None:
+    model = ParallelModel(group, Load(folder(name), dtype, True, 1))
+    whole, text = load_model(folder(name), dtype, CPU, ranks=OneRank()), list(range(3, 40))
+    assert torch.equal(cacheless(model)(text), cacheless(whole)(text)), "logits differ in bits"
+    compare(model, folder(name), groups=True)
+    if dtype == torch.float32 and (name == "dense" or (name == "moe" and group.size == 2)):
+        compare_heads(model, folder(name), groups=True)
+
+
+@pytest.mark.parametrize(("group", "name", "dtype"), cases("deep", "deep moe"), indirect=["group"])
+def test_a_pipeline_writes_the_bits_of_one_rank(
+    folder: Callable[..., str], group: Group, name: str, dtype: torch.dtype
+) -> None:
+    model = Pipeline(group, Load(folder(name), dtype, True, 1, pipeline=True))
+    whole, text = load_model(folder(name), dtype, CPU), list(range(3, 40))
+    assert torch.equal(cacheless(model)(text), cacheless(whole)(text)), "logits differ in bits"
+    compare(model, folder(name), groups=False)
+    if dtype == torch.float32 and (name == "deep" or group.size == 2):
+        compare_heads(model, folder(name), groups=False)
+
+
+def test_every_stage_of_a_pipeline_has_a_pass(folder: Callable[..., str], group: Group) -> None:
+    """Steps of different sequences are under way; one that is aborted ends first, and the others go on."""
+    model = Pipeline(group, Load(folder("deep"), torch.float32, True, 1, pipeline=True))
+    engine, expected = engine_of(model, max_batch=8, k=0), alone(folder("deep"), torch.float32, False)
+    seqs = [engine.add(request) for request in requests(8)]
+    outputs = engine.step()
+    assert len(engine._under_way) == group.size - 1, "one of the steps under way has ended"
+    taking_part = [seq for step in engine._under_way for seq in step.plan.seqs]
+    assert len(taking_part) == len({*taking_part}) == 8 - len(outputs)
+    engine.abort(taking_part[0])
+    assert taking_part[0].finished == "abort"
+    while engine.busy:
+        engine.step()
+        engine.tables.check()
+    assert all(w == e for w, e, seq in zip(written(seqs), expected, seqs, strict=True) if seq is not taking_part[0])
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("seconds", [1e-9, 10.0], ids=["cheap", "expensive"])
+def test_a_draft_model_is_shared_if_its_measured_cost_says_so(
+    folder: Callable[..., str], group: Group, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = Curve(((1, seconds), (64, seconds)))
+    monkeypatch.setattr(build, "known_costs", lambda target, draft: CostTable(curve, curve))
+    target = ParallelModel(group, Load(folder("dense"), torch.float32, True, 1))
+    _, draft = build.load_draft(folder("dense", 1), target, None, EngineConfig(threads=1))
+    assert isinstance(draft, ParallelModel) == (seconds > 1)
+    expected = alone(folder("dense"), torch.float32, True)
+    assert written(run(engine_of(target, draft=draft, k=3), requests(8))) == expected
+
+
+STOCK = (
+    "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "granitemoe", "gemma2", "gemma3", "phi", "starcoder2",
+    "gpt_neox", "nemotron", "exaone4",
+)  # fmt: skip
+
+
+WITHOUT_PP_PLAN = ("granitemoe", "nemotron")
+
+
+@pytest.mark.skipif("FAIRCOPY_LONG_TESTS" not in os.environ, reason="two minutes")
+def test_stock_models_are_shared_by_their_plans(tmp_path: Path) -> None:
+    group = start_ranks(2, CPU)
+    for name in STOCK:
+        path = saved(tmp_path / name, *SUPPORTED[name])
+        kinds = (ParallelModel,) if name in WITHOUT_PP_PLAN else (ParallelModel, Pipeline)
+        for dtype in DTYPES:
+            for kind in kinds:
+                model = kind(group, Load(path, dtype, True, 1, pipeline=kind is Pipeline))
+                whole = load_model(path, dtype, CPU, ranks=None if kind is Pipeline else OneRank())
+                text = list(range(3, 40))
+                assert torch.equal(cacheless(model)(text), cacheless(whole)(text)), f"{name} {dtype}"
+                compare(model, path, groups=kind is ParallelModel)
+    group.close()
+
+
+@pytest.mark.skipif("FAIRCOPY_LONG_TESTS" not in os.environ, reason="half a minute")
+def test_eight_ranks_write_the_bits_of_one(folder: Callable[..., str]) -> None:
+    group = start_ranks(8, CPU)
+    dense = saved(Path(folder("dense") + "-8"), "llama", {**DENSE, "head_dim": 64})
+    for path in (
+        dense,
+        saved(Path(folder("moe") + "-8"), "qwen3_moe", {**MOE, "moe_intermediate_size": 512, "head_dim": 64}),
+    ):
+        for dtype in DTYPES:
+            compare(ParallelModel(group, Load(path, dtype, True, 1)), path, groups=True)
+    group.close()
+
+
+class Share:
+    """A rank that is never asked to gather: loading a dense model needs none of the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise AssertionError("loading gathers nothing")
+
+
+class Counter:
+    """Counts what is read of a checkpoint: all of it, and what is alive at one time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.peak, self.live = 0, 0, 0
+        whole, part = CheckpointTensors.__call__, CheckpointTensors.part
+        monkeypatch.setattr(CheckpointTensors, "__call__", lambda *args: self.note(whole(*args)))
+        monkeypatch.setattr(CheckpointTensors, "part", lambda *args: self.note(part(*args)))
+
+    def note(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None:
+            self.read, self.live = self.read + tensor.nbytes, self.live + tensor.nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(tensor, self.drop, tensor.nbytes)
+        return tensor
+
+    def drop(self, size: int) -> None:
+        self.live -= size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_reads_its_share_and_holds_one_tensor_more(
+    folder: Callable[..., str], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(Path(folder("dense")) / "model.safetensors")
+    whole = sum(t.nbytes for t in tensors.values())
+    replicated = sum(t.nbytes for name, t in tensors.items() if t.ndim == 1 and "proj" not in name)
+    key_heads = sum(t.nbytes for name, t in tensors.items() if "k_proj" in name or "v_proj" in name)
+    repeated = key_heads * (max(1, size // 2) - 1) // size  # two key heads: four ranks hold each of them twice
+    for rank in range(size):
+        counter = Counter(monkeypatch)
+        model = load_model(folder("dense"), torch.float32, CPU, ranks=Share(rank, size))
+        kept = counter.live  # norms and the embedding, which are not packed
+        padding = 128 * 4 * 16 * 2  # of the vocabulary's last share
+        biases = sum(t.nbytes for name, t in tensors.items() if name.endswith("bias"))
+        assert counter.read <= whole / size + replicated + repeated + biases + padding
+        assert counter.peak - kept <= max(t.nbytes for t in tensors.values())
+        assert model.weight_bytes <= whole / size + repeated + padding
+        monkeypatch.undo()
+
+
+def test_a_rank_of_a_pipeline_reads_its_layers(folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = sum(t.nbytes for n, t in load_file(Path(folder("deep")) / "model.safetensors").items() if "layers.0" in n)
+    counts = []
+    for rank in range(4):
+        counter = Counter(monkeypatch)
+        load_stage(folder("deep"), torch.float32, CPU, True, rank, 4)
+        counts.append(counter.read)
+        monkeypatch.undo()
+    table = 200 * 128 * 4
+    assert counts == [layer + table, layer, layer, layer + table + 128 * 4]
+
+
+def test_what_ranks_cannot_share_is_refused(folder: Callable[..., str], checkpoint: Callable[..., str]) -> None:
+    refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ConfigError, "tensor_parallel = 3", lambda: EngineConfig(tensor_parallel=3)),
+        (ConfigError, "pipeline_parallel = 0", lambda: EngineConfig(pipeline_parallel=0)),
+        (ConfigError, "pipeline_parallel = 2", lambda: EngineConfig(pipeline_parallel=2, tensor_parallel=2)),
+        (ConfigError, "pipeline_parallel = 2", lambda: EngineConfig(pipeline_parallel=2, k_groups=True)),
+        (ConfigError, "strategy", lambda: EngineConfig(tensor_parallel=2, strategy="padded")),
+        (ConfigError, "cache_memory=", lambda: EngineConfig(tensor_parallel=2, memory="1GiB")),
+        (ConfigError, "attention output have 1 groups", lambda: shared(checkpoint("llama"), 2)),
+        (ConfigError, "use 4", lambda: shared(folder("moe"), 8)),
+        (ConfigError, "has 2 layers; use 2 or fewer", lambda: load_stage(folder("dense"), None, CPU, True, 0, 4)),
+        (UnsupportedModel, "no pp_plan", lambda: load_stage(checkpoint("gpt2"), None, CPU, True, 0, 2)),
+        (UnsupportedModel, "more than hidden states", lambda: load_stage(checkpoint("gemma3n"), None, CPU, True, 0, 2)),
+        (UnsupportedModel, "tp_plan has 'colwise_gather_output'", lambda: shared(checkpoint("olmo2"), 2)),
+        (UnsupportedModel, "names no layer", lambda: shared(checkpoint("gpt2"), 2)),
+        (ConfigError, "needs the path", lambda: LLM(load_model(folder("dense"), None, CPU), tensor_parallel=2)),
+    ]
+    for kind, words, make in refused:
+        with pytest.raises(kind, match=words):
+            make()
+
+
+def shared(path: str, size: int) -> Model:
+    return load_model(path, torch.float32, CPU, ranks=Share(0, size))
+
+
+def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str]) -> None:
+    """Through LLM, whose answers are those of one rank before; idle, and in the middle of an answer."""
+    prompts = [list(request.prompt) for request in requests(4)]
+    options: dict[str, Any] = {"cache_memory": "8MiB", "threads": 1}
+    llm = LLM(folder("dense"), "ngram", k=2, tensor_parallel=2, **options)
+    one = LLM(folder("dense"), k=2, k_groups=True, **options)
+    assert [a.token_ids for a in llm.generate(prompts)] == [a.token_ids for a in one.generate(prompts)]
+    assert "2 ranks" in llm.explain()["backend"]
+    assert isinstance(llm.model, ParallelModel)
+    (worker,) = llm.model.group.pids
+    answers = llm.answers(prompts * 8, SamplingParams(max_tokens=400))
+    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank = 1: its process was ended by signal 9"):
+        list(answers)
+    assert time.monotonic() - begin < 10
+    with pytest.raises(RankError, match="rank = 1"):
+        llm.generate(prompts)
+
+
+def test_ranks_end_with_rank_0(other_rank_0: subprocess.Popen[str]) -> None:
+    with other_rank_0 as first:
+        assert first.stdout is not None and first.stderr is not None
+        worker = int(first.stdout.readline())
+        first.kill()
+        begin = time.monotonic()
+        while Path(f"/proc/{worker}").exists() and time.monotonic() - begin < 10:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{worker}").exists(), "rank 1 outlived rank 0"
+        assert "rank 1 ends" in first.stderr.read()
