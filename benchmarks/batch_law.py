@@ -2,10 +2,15 @@
 
 python -m benchmarks.batch_law --shape qwen3-0.6b --layers 8 --out benchmarks/results/batch-law-cpu.json --plot law.png
 python -m benchmarks.batch_law --device cuda --shape qwen3-8b --out $OUT/batch-law-h200.json --plot $OUT/law.png
+python -m benchmarks.batch_law ... --most 4096 --accepted benchmarks/results/laws-h200.jsonl   # and Scylla's Table 5
 
 A pass of n rows for each sequence is timed (on a GPU as a graph) for every batch size. Free are the rows up to which it
 takes at most 1 + SLACK times as long as with one; between two measured numbers of rows time is taken to be linear. The
 two constants of the law are fitted to that, and compared with the roofline's.
+
+With --accepted (results of `faircopy laws run`) tokens per second follow from the passes, the levels of a Scylla head
+of this shape, and the accepted tokens by nodes of the best head with one layer: plain, a fixed tree of 60, the law's k,
+and the k that is best by these measurements, which is what the planner looks for.
 """
 
 from __future__ import annotations
@@ -19,17 +24,24 @@ from typing import Any
 
 import torch
 
-from faircopy.bench.plots import plot_lengths
+from faircopy.bench.plots import plot_lengths, plot_lines
 from faircopy.bench.record import write
 from faircopy.bench.shapes import SHAPES, random_model, shape_config
 from faircopy.bench.steps import pass_ms, scene
+from faircopy.costs import Curve
+from faircopy.drafters.heads import Head, HeadConfig
+from faircopy.drafters.networks.blocks import BlockShape
+from faircopy.drafters.networks.scylla import Scylla
+from faircopy.laws.points import TREE, measure_name, read_results
+from faircopy.laws.predict import draft_seconds, tree_shares
+from faircopy.laws.timing import level_ms
 from faircopy.model.base import Model
 from faircopy.model.shape import shape_of_model
 from faircopy.planning.devices import named_device
-from faircopy.planning.roofline import BatchLaw, Roofline, fit
+from faircopy.planning.roofline import BatchLaw, Roofline, best_k, fit
 
 SLACK = 0.1
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, TREE + 1, 64, 96, 128, 192)
 
 
 def passes(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -62,6 +74,62 @@ def free_rows(found: list[dict[str, Any]], batch: int) -> float:
     return float(line[-1][0])
 
 
+def wide_head(config: Any, model: Model, layers: int) -> Head:
+    """A Scylla head with random weights, of the model's shape."""
+    sizes = BlockShape(
+        hidden=config.hidden_size, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim, intermediate=config.intermediate_size, context=config.max_position_embeddings,
+    )  # fmt: skip
+    depth = config.num_hidden_layers
+    options = {"layers": layers}
+    settings = HeadConfig(method="scylla", shape=sizes, vocab=config.vocab_size, depth=depth, levels=7, options=options)
+    return Scylla(settings).to(model.device, model.dtype).bind(model.token_weights()).serve()
+
+
+def level_rows(config: Any, model: Model, depths: list[int], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a draft's level by layers and rows, as `faircopy laws predict --times` reads them."""
+    for layers in depths:
+        head = wide_head(config, model, layers)
+        yield from ({"layers": layers, "rows": rows, "ms": level_ms(head, rows)} for rows in sizes)
+
+
+def accepted_by_nodes(file: Path) -> Curve:
+    """Accepted tokens per cycle over nodes, of the best head with one layer; a line between those measured."""
+    results = [result for result in read_results([file]) if result.layers == 1]
+    most = max(result.accepted(measure_name("tree", TREE, 0.0)) for result in results)
+    return Curve(tuple((nodes, share * most) for nodes, share in sorted(tree_shares(results).items())))
+
+
+def rates(found: list[dict[str, Any]], law: BatchLaw, level: Curve, accepted: Curve) -> Iterator[dict[str, Any]]:
+    """Scylla's Table 5: tokens per second by batch, of plain decoding, a fixed tree, the law's k and the best one."""
+    for batch in dict.fromkeys(row["batch"] for row in found):
+        passes = Curve(tuple((row["rows"], 1e-3 * row["ms"]) for row in found if row["batch"] == batch))
+        measured = passes.points[-1][0] - 1
+
+        def seconds(k: int, batch: int = batch, passes: Curve = passes) -> float:
+            return passes(k + 1) + draft_seconds(level, batch, k)
+
+        def rate(k: int, batch: int = batch, seconds: Any = seconds) -> float:
+            return batch * (1.0 + accepted(k)) / seconds(k)
+
+        lawful = min(TREE, measured, round(law.k(batch)))
+        best = best_k(lambda k: 1.0 + accepted(k), seconds, min(TREE, measured))
+        fixed = rate(TREE) if measured >= TREE else None
+        names = {"plain": rate(0), "fixed": fixed, "law_k": lawful, "law": rate(lawful), "best_k": best}
+        yield {"batch": batch, **names, "best": rate(best)}
+
+
+def show_rates(rows: list[dict[str, Any]]) -> None:
+    print("batch    plain  tree of 60  x plain   law's k    rate  x plain  x fixed   best k    rate  x plain")
+    for row in rows:
+        plain, fixed = row["plain"], row["fixed"]
+        tree = f"{fixed:11.0f} {fixed / plain:8.2f}" if fixed else f"{'-':>11} {'-':>8}"
+        over = f"{row['law'] / fixed:8.2f}" if fixed else f"{'-':>8}"
+        law = f"{row['law_k']:9d} {row['law']:7.0f} {row['law'] / plain:8.2f} {over}"
+        best = f"{row['best_k']:8d} {row['best']:7.0f} {row['best'] / plain:8.2f}"
+        print(f"{row['batch']:5d} {plain:8.0f} {tree} {law} {best}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -74,6 +142,10 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=384, help="rows of a pass at most")
     parser.add_argument("--out")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--accepted", type=Path, help="results of faircopy laws run, for tokens per second")
+    parser.add_argument("--plot-rates", type=Path)
+    parser.add_argument("--times", help="write times of a draft's levels by depth to this file")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times")
     args = parser.parse_args()
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = shape_config(args.shape, **changes)
@@ -86,12 +158,31 @@ def main() -> None:
         print(f"batch {batch:3d}  free rows per sequence {rows:6.1f} measured  {law.rows(batch):6.1f} by the roofline")
     for name, one in (("measured", measured), ("roofline", law)):
         print(f"{name}: {one.shared:.1f} / batch + {one.own:.2f}")
+    table = rates_of(args, config, model, found, law) if args.accepted else []
     if args.plot:
         draw(args.plot, f"{args.shape}, {args.dtype}, {args.context} tokens, {args.device}", args.batches, free, law)
     if args.out:
-        settings = {**vars(args), "plot": str(args.plot), "slack": SLACK, "threads": torch.get_num_threads()}
-        laws = {"measured": measured._asdict(), "roofline": law._asdict(), "free_rows": free}
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        settings = {**plain, "slack": SLACK, "threads": torch.get_num_threads()}
+        laws = {"measured": measured._asdict(), "roofline": law._asdict(), "free_rows": free, "rates": table}
         write(args.out, settings | laws, found)
+
+
+def rates_of(
+    args: argparse.Namespace, config: Any, model: Model, found: list[dict[str, Any]], law: BatchLaw
+) -> list[dict[str, Any]]:
+    sizes = sorted({batch * breadth for batch in args.batches for breadth in (1, 2, 5, 10)})
+    times = list(level_rows(config, model, args.depths if args.times else [1], sizes))
+    level = Curve(tuple((row["rows"], 1e-3 * row["ms"]) for row in times if row["layers"] == 1))
+    if args.times:
+        write(args.times, {"shape": args.shape, "device": args.device}, times)
+    table = list(rates(found, law, level, accepted_by_nodes(args.accepted)))
+    show_rates(table)
+    if args.plot_rates:
+        names = {"plain": "plain", "fixed": "tree of 60", "law": "k by the law", "best": "best k"}
+        lines = {shown: [(row["batch"], row[name]) for row in table if row[name]] for name, shown in names.items()}
+        plot_lines(args.plot_rates, f"{args.shape} on {args.device}", "tokens per second", lines)
+    return table
 
 
 def draw(file: Path, title: str, batches: list[int], free: list[tuple[int, float]], law: BatchLaw) -> None:

@@ -34,13 +34,13 @@ from faircopy.bench.record import collect
 from faircopy.bench.shapes import SHAPES
 from faircopy.build import load_target
 from faircopy.costs import CostTable, Curve
+from faircopy.draft_length import LADDER
 from faircopy.drafters.base import Drafter, chains
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
 from faircopy.model.loader import load_model, load_tokenizer
-from faircopy.planner import LADDER
 from faircopy.requests import RequestReader
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 

@@ -12,7 +12,7 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
-from faircopy.draft_length import DraftLengths, FixedLength, NoLength
+from faircopy.draft_length import BatchLength, DraftLengths, FixedLength, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
@@ -35,11 +35,14 @@ from faircopy.model.decoder import Decoder
 from faircopy.model.loader import load_model, load_tokenizer, vocabulary_difference
 from faircopy.model.runner import Runner
 from faircopy.model.selftest import self_test
+from faircopy.model.shape import shape_of_model
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel.launch import start_ranks
 from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
 from faircopy.parallel.shards import Load
 from faircopy.planner import AutoLength
+from faircopy.planning.devices import named_device
+from faircopy.planning.roofline import Roofline
 from faircopy.progress import doing
 from faircopy.scheduler import Scheduler
 from faircopy.strategy import STRATEGIES
@@ -49,6 +52,8 @@ from faircopy.verify.rejection import RejectionVerifier
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
     from faircopy.replay import CapturedPasses, CapturedRunner
+
+LAW_CONTEXT = 1024  # tokens of a sequence in the roofline of k="law", if none are planned
 
 
 def load_target(target: Any, config: EngineConfig, field: str = "target") -> Model:
@@ -197,9 +202,13 @@ def build_engine(
 def _draft_lengths(
     target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None
 ) -> DraftLengths:
+    most = config.k if captured is None else min(config.k, captured.max_nodes)
+    if config.law:
+        tokens = min(target.context, config.planned_tokens or LAW_CONTEXT)
+        roof = Roofline(shape_of_model(target), named_device("cpu" if target.device.type == "cpu" else None), tokens)
+        return BatchLength(roof.law.k, most, config.max_batch)
     if not config.auto:
         return FixedLength(config.k)
-    most = config.k if captured is None else min(config.k, captured.max_nodes)
     return AutoLength(most, config.quality, cost_table(target, draft, config))
 
 

@@ -27,6 +27,7 @@ from faircopy.errors import (
 )
 from faircopy.terminal.bench import app as bench
 from faircopy.terminal.guard import option_of, stoppable, writable
+from faircopy.terminal.laws import app as laws
 from faircopy.terminal.options import Command, Group, with_sampling
 from faircopy.terminal.train import app as train
 
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
+app.add_typer(laws, name="laws")
 
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; the bundled one if left out.")]
 Draft = Annotated[
@@ -47,7 +49,12 @@ Draft = Annotated[
 ]
 Width = Annotated[int, typer.Option("--k", help="Draft tokens per step.")]
 WidthOrAuto = Annotated[
-    str, typer.Option("--k", metavar="N|auto", help="Draft tokens per step; auto: as many as measured to pay.")
+    str,
+    typer.Option(
+        "--k",
+        metavar="N|auto|law",
+        help="Draft tokens per step; auto: as many as measured to pay; law: as many as are free.",
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Tokens per answer at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

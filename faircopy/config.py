@@ -28,8 +28,9 @@ class EngineConfig:
     With strategy="ragged", verifier="exact" and exact=True, only dtype, device and k_groups change the tokens.
     """
 
-    k: int = 4  # draft tokens per step and sequence, at most if `auto`
+    k: int = 4  # draft tokens per step and sequence, at most if `auto` or `law`
     auto: bool = False  # each draft length is chosen by measured acceptance and cost
+    law: bool = False  # draft lengths follow the batch size: rows that cost no time by the roofline
     quality: str = "both"  # what sets a sequence's own draft length if `auto`: explicit, implicit, both or off
     dtype: str = "auto"
     device: str = "auto"
@@ -60,7 +61,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, str):
-            raise ConfigError("k", self.k, "not a whole number", 'pass 0 or more, or LLM(k="auto")')
+            raise ConfigError("k", self.k, "not a whole number", 'pass 0 or more, or LLM(k="auto" or "law")')
         self._whole("k", 0)
         given = self._given("chunk", "threads", "planned_tokens", "draft_levels")
         for name in ("max_batch", "page", "lookup_min", *given):
@@ -72,9 +73,12 @@ class EngineConfig:
         self._one_of("verifier", VERIFIERS)
         self._one_of("quality", QUALITIES)
         self._one_of("dtype", ("auto", *DTYPES))
+        if self.auto and self.law:
+            raise ConfigError("law", True, "given beside auto", 'give one of the two: LLM(k="auto") or LLM(k="law")')
         self._check_parallel()
         for name in (
             "auto",
+            "law",
             "exact",
             "prefix_reuse",
             "graphs",
@@ -215,7 +219,7 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str], also:
 
 
 # vLLM's names for what we call draft, k and lookup lengths.
-_SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3"}
+_SPECULATIVE_METHODS = {"draft_model", "ngram", "medusa", "clover", "clover2", "eagle3", "scylla"}
 _SPECULATIVE_KEYS = {"model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from faircopy.costs import CostTable
 from faircopy.types import Confidence, FinishedStep, Sequence
+
+LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
 
 
 class DraftLengths(ABC):
@@ -46,6 +49,20 @@ class NoLength(DraftLengths):
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         return [0] * len(seqs)
+
+
+class BatchLength(DraftLengths):
+    """As many nodes for every sequence as a law of the batch size says, rounded down to lengths that are captured."""
+
+    def __init__(self, law: Callable[[int], float], most: int, max_batch: int) -> None:
+        sizes = [n for n in LADDER if n < most] + [most]
+        self._by_batch = [max((n for n in sizes if n <= law(b)), default=0) for b in range(1, max_batch + 1)]
+        self.lengths = tuple(sorted({0, *self._by_batch}))
+        self.reason = f"{self._by_batch[0]} at batch 1 to {self._by_batch[-1]} at batch {max_batch}, by the roofline"
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        k = self._by_batch[min(len(seqs), len(self._by_batch)) - 1] if seqs else 0
+        return [k if seq.request.k is None else seq.request.k for seq in seqs]
 
 
 class FixedLength(DraftLengths):

@@ -35,6 +35,7 @@ from faircopy.threads import use_threads
 from faircopy.types import Output, Request, SamplingParams, Sequence
 
 AUTO_MAX = 8  # draft tokens of k="auto" at most
+LAW_MAX = 60  # of k="law": EAGLE-2's tree
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
 
@@ -45,7 +46,8 @@ class LLM:
     Several threads may call it: their requests share the batch, and each step is made by one thread at a time.
 
     target: a checkpoint folder, a hub id, or a Model. draft: the same, the folder of a draft head trained for this
-    target, "ngram", a Drafter of your own, or None. k: draft tokens per step and sequence, or "auto": as many as pay.
+    target, "ngram", a Drafter of your own, or None. k: draft tokens per step and sequence, or "auto": as many as pay;
+    "law": as many as cost no time at the batch size, by the roofline.
     options: the other fields of EngineConfig. speculative_config takes vLLM's keys instead of draft and k.
     """
 
@@ -70,6 +72,8 @@ class LLM:
             options = more | options
         if k == "auto":
             k, options = AUTO_MAX, {"auto": True, **options}
+        elif k == "law":
+            k, options = LAW_MAX, {"law": True, **options}
         self.config = EngineConfig(k=k, **options)  # type: ignore[arg-type]  # it refuses other words
         use_threads(self.config.threads)
         self._warm_up = "not done"  # or the time and the memory that it took

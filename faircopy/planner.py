@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from faircopy.costs import CostTable, StepCosts
-from faircopy.draft_length import DraftLengths
+from faircopy.draft_length import LADDER, DraftLengths
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
@@ -32,7 +32,6 @@ PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of the first trial
 TRIAL = 3  # its steps
-LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ LEVELS: list[set[str]] = [
     {"build"},
     {"llm", "testing", "bundled"},
     {"audit", "bench", "train", "server"},
-    {"ray"},
+    {"ray", "laws"},
     {"terminal"},
     {"cli"},
     {"__main__"},
@@ -50,7 +50,7 @@ LEVELS: list[set[str]] = [
 ROOT_FILE = "__init__"  # it only gathers names
 FREE = {("scheduler", "policy"), ("scheduler", "draft_length"), ("planner", "draft_length")}  # what a scheduler asks
 KNOWS_TRANSFORMERS = {"model", "train", "bench"}
-FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train", "server"}
+FOR_PEOPLE = {"__main__", "cli", "terminal", "audit", "bench", "train", "server", "laws"}
 # Private names that are still imported across modules.
 STILL_PRIVATE = {
     ("model/anatomy.py", "_Tensors"),

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import heads as bench
 from benchmarks import heads_wide as bench_wide
+from benchmarks import laws as bench_laws
+from benchmarks import laws_speed as bench_speed
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
 from faircopy.audit.models import audit_models
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import CheckpointError
+from faircopy.laws.points import Point, read_results
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
 from faircopy.train.corpus import Answering, corpus, read_documents
@@ -129,6 +134,41 @@ def test_a_killed_training_goes_on_with_the_same_losses(
     assert weights[0] == weights[1]
 
 
+def test_a_first_stage_is_trained_and_resumed(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "raw.jsonl.gz"
+    raw.write_bytes(gzip.compress(json.dumps({"text": TEXT[::-1]}).encode()))
+    stages = {"pretrain": [raw], "pretrain_steps": 6, "steps": 4, "checkpoint_every": 2, "log_every": 1}
+    whole, broken = (plan_for(target, data, tmp_path / name, **stages) for name in ("whole", "broken"))
+    train_head(whole, "scylla", layers=2)
+    loss = HeadTask.loss
+    for deaths in (4, 5):  # in the first stage's fourth step, then in the second stage's third one
+        calls = iter(range(1, 100))
+
+        def dying(self: HeadTask, batch: torch.Tensor, calls: Any = calls, deaths: int = deaths) -> object:
+            if next(calls) > deaths:
+                raise Killed
+            return loss(self, batch)
+
+        monkeypatch.setattr(HeadTask, "loss", dying)
+        with pytest.raises(Killed):
+            train_head(broken, "scylla", layers=2)
+    monkeypatch.setattr(HeadTask, "loss", loss)
+    train_head(broken, "scylla", layers=2)
+    files = [[(plan.out / name).read_bytes() for name in ("model.safetensors",)] for plan in (whole, broken)]
+    assert files[0] == files[1]
+    for name, count in (("pretrain.jsonl", 6), ("log.jsonl", 4)):
+        assert [line["step"] for line in read_log(broken.out / name)] == [*range(1, count + 1)]
+    options = json.loads((broken.out / "config.json").read_text())["options"]
+    assert options["layers"] == 2
+    assert options["stages"] == {
+        "pretrain_tokens": 6 * 4 * 49,
+        "tokens": 4 * 4 * 49,
+        "parameters": load_head(str(broken.out), load(target)).size,
+    }
+
+
 def test_a_folder_of_another_run_is_not_gone_on_with(target: str, data: Path, tmp_path: Path) -> None:
     plan = plan_for(target, data, tmp_path / "head", steps=2)
     train_head(plan, "medusa")
@@ -163,6 +203,8 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
         ({"data": [Path("pyproject.toml")]}, "neither .txt nor .jsonl"),
         ({"out": Path("pyproject.toml/no")}, "cannot be written"),
         ({"target": "./nowhere"}, "no such folder"),
+        ({"pretrain_steps": 3}, "given without --pretrain"),
+        ({"pretrain": [Path("tests/nowhere.txt.gz")]}, "cannot be read"),
     ],
 )
 def test_what_would_fail_later_is_refused_at_once(
@@ -179,6 +221,8 @@ def test_wrong_methods_levels_and_lines_are_named(target: str, data: Path, tmp_p
         train_head(plan, "magic")
     with pytest.raises(ConfigError, match="1 to 16"):
         train_head(plan, "clover", levels=40)
+    with pytest.raises(ConfigError, match="clover has a fixed number of layers"):
+        train_head(plan, "clover", layers=2)
     with pytest.raises(ConfigError, match="another size"):
         train_draft(plan, hidden=30)
     bad = tmp_path / "bad.jsonl"
@@ -300,6 +344,39 @@ def check_widened(target: str, folder: Path) -> None:
     rows = json.loads((folder / "heads.json").read_text())["rows"]
     small = {row["variant"]: row["per_step"] for row in rows if row["kind"] == "speed" and row["batch"] == 2}
     assert found == small
+
+
+def test_the_grid_of_laws_runs_resumes_and_serves(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, questions, given = tmp_path / "raw.jsonl", tmp_path / "questions.jsonl", tmp_path / "given.npz"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    asked = [("qa", "the cat"), ("writing", "the dog"), ("qa", "a mat")]
+    lines = [json.dumps({"category": task, "turns": [f"Once upon a time {words} sat"]}) for task, words in asked]
+    questions.write_text("\n".join(lines))
+    sizes = ["--target", target, "--device", "cpu", "--length", "48", "--rows", "2", "--longest", "40", "--new", "20"]
+    files = ["--prepare", str(given), "--text", str(text), "--shares", "1", "--prompts", str(questions)]
+    bench_laws.main([*sizes, *files, "--text-tokens", "1200"])
+    assert "3 prompts" in capsys.readouterr().out
+    sizes += ["--own-rows", "24", "--own-length", "60", "--own-seconds", "0", "--prompts-wanted", "6", "--lr", "5e-3"]
+    sizes += ["--smallest", "192", "--doublings", "2", "--budgets", "0", "--depths", "1", "2", "--seeds", "2"]
+    sizes += ["--answer-tokens", "300", "--answer-length", "24", "--continued", "4"]
+    for name, more in (("own", []), ("given", ["--given", str(given)])):
+        out = str(tmp_path / name)
+        bench_laws.main([*sizes, *more, "--out", out, "--minutes", "0.26"])
+        bench_laws.main([*sizes, *more, "--out", out, "--minutes", "5"])
+        results = read_results([tmp_path / name / "results.jsonl"])
+        assert [result.point for result in results].count(Point(192, 2)) == 1 and len(results) == 5
+        assert {result.answers > 0 for result in results} == {name == "given"}
+        assert len(json.loads((tmp_path / name / "times.json").read_text())["rows"]) == 20
+    grid = str(tmp_path / "given")
+    arguments = ["--target", target, "--given", str(given), "--grid", grid, "--work", grid, "--device", "cpu"]
+    arguments += ["--train-seconds", "1", "--rows", "2", "--length", "40", "--batches", "1", "--new", "8"]
+    bench_speed.main([*arguments, "--prompts", "2", "--memory", "8MiB", "--out", str(tmp_path / "speed.json")])
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert {row["drafter"] for row in rows} == {"plain", "scylla", "eagle3", "n-gram"}
+    assert {row["task"] for row in rows} == {"qa", "mt_bench"}
+    assert all(row["identical"] == row["of"] for row in rows)
 
 
 def test_progress_is_watched(target: str) -> None:

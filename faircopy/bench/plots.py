@@ -23,11 +23,11 @@ def plot_lines(
     file: Path, title: str, label: str, lines: dict[str, list[tuple[int, float]]], one: bool = False
 ) -> None:
     """A line per strategy over batch sizes; with `one`, a dotted line at 1, where nothing is gained."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
-    for name, points in lines.items():
+    for n, (name, points) in enumerate(lines.items()):
         width, (line, marker) = 2.6 if name == "ragged" else 1.6, _style(name)
-        look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name)}
+        look = {"linestyle": line, "marker": marker, "linewidth": width, "color": _colour(name, n)}
         axes.plot(*zip(*points, strict=True), label=name, **look)
     batches = sorted({batch for points in lines.values() for batch, _ in points})
     axes.set(xlabel="batch size, sequences", ylabel=label, xscale="log", xticks=batches, xticklabels=batches)
@@ -40,7 +40,7 @@ def plot_lines(
 
 def plot_lengths(file: Path, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
     """Draft tokens over batch sizes, both on logarithmic scales; 0 has a place too."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
     for (name, points), colour in zip(lines.items(), pyplot.cm.tab10.colors, strict=False):
         axes.plot(*zip(*points, strict=True), label=name, marker="o", color=colour)
@@ -57,7 +57,7 @@ def plot_lengths(file: Path, title: str, lines: dict[str, list[tuple[int, float]
 
 def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, float]]) -> None:
     """A bar per strategy and batch, cut into phases."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     labels = [f"{name} {batch}" for name, batch in stacks]
     figure, axes = pyplot.subplots(figsize=(max(6.4, 0.3 * len(stacks)), 3.2 + 0.07 * max(map(len, labels))))
     bottom = [0.0] * len(stacks)
@@ -70,7 +70,8 @@ def plot_stacks(file: Path, title: str, stacks: dict[tuple[str, int], dict[str, 
     _finish(file, title, figure, axes, columns=len(PHASES))
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib without a window."""
     try:
         import_module("matplotlib").use("Agg")  # no window; imported here because only pictures need it
     except ImportError as error:
@@ -78,8 +79,9 @@ def _pyplot() -> Any:
     return import_module("matplotlib.pyplot")
 
 
-def _colour(name: str) -> str:
-    return _COLOURS.get(name.partition(",")[0], "#000000")
+def _colour(name: str, n: int) -> str:
+    """A strategy's own colour, or matplotlib's n-th."""
+    return _COLOURS.get(name.partition(",")[0], f"C{n}")
 
 
 def _style(name: str) -> tuple[str, str]:
@@ -93,4 +95,4 @@ def _finish(file: Path, title: str, figure: Any, axes: Any, columns: int = 1) ->
     axes.legend(fontsize=8, ncols=columns)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
-    _pyplot().close(figure)
+    load_pyplot().close(figure)

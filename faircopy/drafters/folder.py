@@ -15,6 +15,7 @@ from faircopy.drafters.networks.clover import Clover
 from faircopy.drafters.networks.clover2 import Clover2
 from faircopy.drafters.networks.eagle3 import Eagle3, options_for
 from faircopy.drafters.networks.medusa import Medusa
+from faircopy.drafters.networks.scylla import Scylla
 from faircopy.errors import CheckpointError, ConfigError
 from faircopy.model.anatomy import anatomy, fingerprint, head_settings, load_head_folder, save_head_folder
 from faircopy.model.base import Model, TokenWeights
@@ -24,8 +25,11 @@ METHODS: dict[str, Callable[[HeadConfig], Head]] = {
     "clover": Clover,
     "clover2": Clover2,
     "eagle3": Eagle3,
+    "scylla": Scylla,
 }
-LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7}  # default number of tokens drafted ahead
+LEVELS = {"medusa": 4, "clover": 4, "clover2": 5, "eagle3": 7, "scylla": 7}  # default number of tokens drafted ahead
+
+LAYERED = ("clover2", "scylla")  # methods whose number of layers is an option
 
 
 def new_head(

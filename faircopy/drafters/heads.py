@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.networks.blocks import Attend, BlockShape, causal
+from faircopy.drafters.networks.blocks import Attend, BlockShape, UnrolledAttention, causal
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape
@@ -119,12 +119,16 @@ class Head(nn.Module, ABC):
         return Tree(max_nodes)
 
     def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
-        """All levels over whole texts, each given the true tokens before: level j loses its last j + 1 rows."""
-        length = tokens.shape[1]
-        memory = self.read(states, tokens, text_rows(tokens))
+        """All levels over whole texts, each given the true tokens before: level j loses its last j + 1 rows.
+
+        Level j of row t is at position t + j; a deep head is fed what it said at the level before.
+        """
+        text = text_rows(tokens, UnrolledAttention() if self.deep else causal)
+        memory = self.read(states, tokens, text)
         for level in range(levels):
-            count = length - 1 - level
-            guess = self.step(level, memory[:, :count], tokens[:, level : level + count])
+            count = tokens.shape[1] - 1 - level
+            rows = Rows(text.positions[level : level + count], text.attend) if self.deep else None
+            guess = self.step(level, memory[:, :count], tokens[:, level : level + count], rows)
             memory = guess.memory
             yield guess
 
@@ -149,6 +153,6 @@ class Head(nn.Module, ABC):
         return next(self.parameters())
 
 
-def text_rows(tokens: Tensor) -> Rows:
+def text_rows(tokens: Tensor, attend: Attend = causal) -> Rows:
     """Whole texts: every row sees those before it."""
-    return Rows(torch.arange(tokens.shape[1], device=tokens.device), causal)
+    return Rows(torch.arange(tokens.shape[1], device=tokens.device), attend)

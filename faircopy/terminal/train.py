@@ -73,13 +73,22 @@ def _plan(
 @with_made("plan", _plan)
 def head(
     plan: Any,
-    method: Annotated[str, typer.Option(help="medusa, clover, clover2 or eagle3.")] = "clover",
+    method: Annotated[str, typer.Option(help="medusa, clover, clover2, eagle3 or scylla.")] = "clover",
     levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead, if not the method's own number.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of clover2 and scylla.")] = None,
+    pretrain: Annotated[
+        list[Path] | None, typer.Option(help="Raw text for a first stage of training; may be given several times.")
+    ] = None,
+    pretrain_steps: Annotated[int, typer.Option(help="Updates of the first stage.", show_default="as --steps")] = 0,
 ) -> None:
     """Train a draft head, which reads the target's hidden states."""
+    from dataclasses import replace
+
     from faircopy.train.runs import train_head
 
-    show(train_head(plan, method, levels), plan.target, Console())
+    plan = replace(plan, pretrain=pretrain or [], pretrain_steps=pretrain_steps)
+    options = {} if layers is None else {"layers": layers}
+    show(train_head(plan, method, levels, **options), plan.target, Console())
 
 
 @app.command(cls=Command)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,13 +42,16 @@ class Documents:
 
 
 def read_documents(files: Sequence[Path]) -> Documents:
-    """.txt: one text. .jsonl: a line with `text` is one, a line with `prompt` or `turns` is to be answered."""
+    """.txt: one text. .jsonl: a line with `text` is one, a line with `prompt` or `turns` is to be answered.
+
+    Both may be compressed: .txt.gz, .jsonl.gz.
+    """
     found = Documents([], [])
     for file in files:
-        content = _read(file)
-        if file.suffix == ".txt":
+        content, kind = _read(file), Path(file.name.removesuffix(".gz")).suffix
+        if kind == ".txt":
             found.texts.append(content)
-        elif file.suffix == ".jsonl":
+        elif kind == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
                 if line.strip():
                     _sort_line(found, line, f"{file}:{number}")
@@ -59,8 +64,9 @@ def read_documents(files: Sequence[Path]) -> Documents:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        content = file.read_bytes()
+        return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError("--data", str(file), f"cannot be read ({error})", "pass UTF-8 files") from error
 
 

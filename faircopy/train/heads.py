@@ -15,7 +15,7 @@ from faircopy.drafters.trees import OFFERED
 from faircopy.model.base import FINAL, Taps
 from faircopy.model.hidden import tapping
 from faircopy.train.loop import Metrics
-from faircopy.train.losses import Lesson, head_loss, known_rows, objective_of, teaching_of
+from faircopy.train.losses import Lesson, head_loss, known_rows, objective_of, rows_before, teaching_of
 
 
 class Teacher:
@@ -31,7 +31,13 @@ class Teacher:
         with tapping(self.stock, taps):
             logits = self.stock(input_ids=tokens, use_cache=False).logits
         states = torch.cat([taps.states[layer] for layer in wants], -1)
-        return Lesson(tokens, F.pad(states[:, :-1], (0, 0, 1, 0)), logits, taps.states[FINAL])
+        return Lesson(tokens, rows_before(states), logits, taps.states[FINAL])
+
+    @torch.no_grad()
+    def final_states(self, tokens: Tensor) -> Tensor:
+        """The normalised states of texts [B, L] that the target's output layer reads; no logits are made."""
+        states: Tensor = self.stock.base_model(input_ids=tokens, use_cache=False)[0]
+        return states
 
 
 class HeadTask:

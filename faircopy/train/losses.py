@@ -12,6 +12,7 @@ from torch import Tensor
 
 from faircopy.drafters.heads import Guess, Head
 from faircopy.drafters.networks.eagle3 import Eagle3
+from faircopy.drafters.networks.scylla import Scylla
 
 REGRESSION = 10.0  # Clover-2: weight of the distance to the target's state against its distribution, if not given
 
@@ -24,6 +25,11 @@ class Lesson:
     states: Tensor  # [B, L, F]: what the head wants of the rows before
     logits: Tensor  # [B, L, V] the target's own
     final: Tensor  # [B, L, hidden] the normalised states its head reads
+
+
+def rows_before(states: Tensor) -> Tensor:
+    """What a head reads beside each token of texts [B, L]: the state of the row before, zeros before the first."""
+    return F.pad(states[:, :-1], (0, 0, 1, 0))
 
 
 class Teaching(NamedTuple):
@@ -54,6 +60,8 @@ def objective_of(head: Head) -> HeadObjective:
         return HeadObjective(loss, head.levels, decay=0.7, clipping={"clip": 0.5, "clip_each": True})
     if isinstance(head, Eagle3):
         return HeadObjective(_eagle3(head) if head.own else _eagle1, head.unrolled)
+    if isinstance(head, Scylla):
+        return HeadObjective(_eagle1, head.unrolled)
     return HeadObjective(text_cross_entropy, head.levels)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from faircopy.config import EngineConfig
-from faircopy.drafters.folder import METHODS, new_head, save_head
+from faircopy.drafters.folder import LAYERED, METHODS, new_head, save_head
+from faircopy.drafters.heads import Head
 from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
 from faircopy.model.hidden import stock_token_weights
@@ -27,6 +28,7 @@ from faircopy.train.llama import Llama, Shape, fresh, save_llama
 from faircopy.train.loop import Progress, Settings, Task, train
 
 HELD_OUT = 0.05  # the last share of the text is never trained on
+FILES = ("log.jsonl", "state.pt", "curves.png")  # of a training
 PRECISIONS = ("auto", "float32", "bfloat16")
 
 
@@ -47,6 +49,8 @@ class Plan:
     device: str = "auto"
     checkpoint_every: int = 0  # 0: ten times
     log_every: int = 10
+    pretrain: list[Path] = field(default_factory=list)  # raw text for a first stage; none: there is one stage
+    pretrain_steps: int = 0  # 0: as many as steps
     answering: Answering = field(default_factory=Answering)
 
     def check(self) -> Plan:
@@ -54,6 +58,11 @@ class Plan:
         for name in ("steps", "rows", "accumulate", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}", getattr(self, name), "below 1", "use 1 or more")
+        if self.pretrain_steps < 0 or (self.pretrain_steps and not self.pretrain):
+            problem = "below 0" if self.pretrain_steps < 0 else "given without --pretrain"
+            raise ConfigError(
+                "--pretrain-steps", self.pretrain_steps, problem, "pass --pretrain FILE and 1 or more steps"
+            )
         if self.length < 16:
             raise ConfigError("--length", self.length, "below 16", "use 16 or more")
         if self.precision not in PRECISIONS:
@@ -107,22 +116,33 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     """A head for the target, saved to plan.out; a run that was killed goes on where its last checkpoint was."""
     if method not in METHODS:
         raise ConfigError("--method", method, "unknown", f"use one of {', '.join(METHODS)}")
+    if "layers" in options and method not in LAYERED:
+        remedy = f"leave it out, or use one of {', '.join(LAYERED)}"
+        raise ConfigError("--layers", options["layers"], f"{method} has a fixed number of layers", remedy)
     if levels is not None and not 1 <= levels <= 16:
         raise ConfigError("--levels", levels, "not within 1 to 16", "papers use 3 to 7")
     plan = plan.check()
     _same_run(plan, {"method": method, "levels": levels, "options": options})
     text, held_out = _text(plan)
+    raw = _raw_text(plan) if plan.pretrain else None
     teacher = _teacher(plan)
     head = new_head(method, plan.target, stock_token_weights(teacher.stock), levels, plan.seed, **options)
     if isinstance(head, Eagle3):
         head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
     task = HeadTask(head, teacher)
+    before = 0 if raw is None else _pretrain(task, raw, plan)
     progress = _run(task, text, plan, **task.objective.clipping)
     accuracy = measure_heads(head, teacher, held_out_batches(held_out, plan.length, 1, 32), plan.bf16)
-    save_head(head, plan.out, **head.learned(accuracy.ranks))
-    _report(plan, progress, parameters=head.size, **asdict(accuracy))
+    stages = stage_sizes(head, before, progress.tokens)
+    save_head(head, plan.out, **head.learned(accuracy.ranks), **stages)
+    _report(plan, progress, parameters=head.size, **stages, **asdict(accuracy))
     return Learned(plan.out, progress, head.size, len(text), accuracy)
+
+
+def stage_sizes(head: Head, pretrain: int, tokens: int) -> dict[str, Any]:
+    """What a head's folder says of its training: tokens of both stages, and its size."""
+    return {"stages": {"pretrain_tokens": pretrain, "tokens": tokens, "parameters": head.size}}
 
 
 def train_draft(plan: Plan, hidden: int = 128, layers: int = 2, heads: int = 4, hard: float = 0.5) -> Learned:
@@ -173,17 +193,36 @@ def _text(plan: Plan) -> tuple[Tensor, Tensor]:
     return tokens[:-keep].to(device), tokens[-keep:].to(device)
 
 
+def _raw_text(plan: Plan) -> Tensor:
+    """Tokens of the first stage; nothing is held out of them."""
+    answering = replace(plan.answering, device=plan.device)
+    tokens = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy")
+    if len(tokens) < plan.rows * plan.length + plan.length + 1:
+        problem = f"{len(tokens)} tokens are less than one batch of {plan.rows} x {plan.length}"
+        raise ConfigError("--pretrain", [str(file) for file in plan.pretrain], problem, "give more text")
+    return tokens.to(plan.torch_device())
+
+
+def _pretrain(task: HeadTask, text: Tensor, plan: Plan) -> int:
+    """The first stage, with a schedule of its own; returns its tokens. Not run again once the second has begun."""
+    first = replace(plan, steps=plan.pretrain_steps or plan.steps)
+    if not (plan.out / "state.pt").exists():
+        _run(task, text, first, name="pretrain", **task.objective.clipping)
+    return first.steps * plan.accumulate * plan.rows * (plan.length + 1)
+
+
 def _teacher(plan: Plan) -> Teacher:
     """On a GPU in 16 bits, as it will be served; on a CPU in float32."""
     device = plan.torch_device()
     return Teacher(load_stock(plan.target, torch.bfloat16 if device.type == "cuda" else torch.float32, device))
 
 
-def _run(task: Task, text: Tensor, plan: Plan, **special: Any) -> Progress:
-    log = plan.out / "log.jsonl"
+def _run(task: Task, text: Tensor, plan: Plan, name: str | None = None, **special: Any) -> Progress:
+    """One stage; name: of its files, if they are not those of the last stage."""
+    log, state, picture = (plan.out / (f"{name}{Path(file).suffix}" if name else file) for file in FILES)
     windows = Windows(text, plan.length, plan.rows, plan.seed)
-    progress = train(task, windows, plan.settings(**special), log, plan.out / "state.pt")
-    _draw(log, plan.out / "curves.png")
+    progress = train(task, windows, plan.settings(**special), log, state)
+    _draw(log, picture)
     return progress
 
 
@@ -201,6 +240,8 @@ def _same_run(plan: Plan, what: dict[str, Any]) -> None:
     """A checkpoint of another training must not be gone on with by accident."""
     names = ("target", "steps", "rows", "length", "accumulate", "lr", "seed", "precision")
     wanted = {**what, **{name: getattr(plan, name) for name in names}, "data": [str(file) for file in plan.data]}
+    if plan.pretrain:
+        wanted |= {"pretrain": [str(file) for file in plan.pretrain], "pretrain_steps": plan.pretrain_steps}
     note = plan.out / "run.json"
     if (plan.out / "state.pt").exists() and note.exists():
         before = json.loads(note.read_text())

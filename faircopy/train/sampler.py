@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faircopy.kernels.gumbel import gumbel_argmax_dense
 from faircopy.train.llama import Llama
 
 _LOOK = 32  # positions between checks whether every row has ended: each check waits for the device
@@ -59,8 +60,12 @@ def sample(
     temperature: float = 0.0,
     min_p: float = 0.0,
     seed: int = 0,
+    keys: Tensor | None = None,
 ) -> Tensor:
-    """Continue every prompt to `length` tokens [B, length] on the host; after an end token a row holds -1."""
+    """Continue every prompt to `length` tokens [B, length] on the host; after an end token a row holds -1.
+
+    keys [B, length]: the engine's keys of the noise at each position (`rng.key`), to draw what it would draw.
+    """
     device = network.model.embed_tokens.weight.device
     forced, given = _pad(prompts, length)
     tokens, given = forced.to(device), given.to(device)
@@ -70,7 +75,10 @@ def sample(
     for position in range(length - 1):
         cache.position = position
         logits = network(tokens[:, position : position + 1].clamp(min=0), cache.attend, position)[:, 0]
-        drawn = choose(logits, temperature, min_p, generator).masked_fill_(done, -1)
+        if keys is None:
+            drawn = choose(logits, temperature, min_p, generator).masked_fill_(done, -1)
+        else:
+            drawn = gumbel_argmax_dense(logits.float() / temperature, keys[:, position + 1]).masked_fill_(done, -1)
         inside = given > position + 1  # the prompt goes on: what was drawn does not count
         tokens[:, position + 1] = torch.where(inside, tokens[:, position + 1], drawn)
         done |= ~inside & torch.isin(drawn, stop)

@@ -119,6 +119,37 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class UnrolledAttention:
+    """An `Attend` for a head that reads a text and then, level by level, its own states at every row of it.
+
+    A layer's first call is the text: causal. In each later one a row sees the text's keys up to its own place, and one
+    key per later call: those of its own path.
+    """
+
+    def __init__(self) -> None:
+        self._text: dict[int, tuple[Tensor, Tensor]] = {}
+        self._later: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = shared_keys(q, k, v)
+        if layer not in self._text:
+            self._text[layer] = k, v
+            return causal(layer, q, k, v)
+        self._later.setdefault(layer, []).append((k, v))
+        return self._attend(q, *self._text[layer], self._later[layer])
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
+        count, scale = q.shape[2], q.shape[-1] ** -0.5
+        hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ keys[:, :, :count].transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
+        own = [(q * k[:, :, :count]).sum(-1, keepdim=True) * scale for k, _ in later]
+        shares = torch.softmax(torch.cat([scores, *own], -1).float(), -1).to(q.dtype)
+        out = shares[..., :count] @ values[:, :, :count]
+        for n, (_, v) in enumerate(later):
+            out = out + shares[..., count + n, None] * v[:, :, :count]
+        return out
+
+
 def shared_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values once per query head: copies are a few percent slower than enable_gqa, and work everywhere."""
     group = q.shape[1] // k.shape[1]

@@ -13,14 +13,13 @@ what is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
-from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope, causal, shared_keys
+from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope
 from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
@@ -77,15 +76,6 @@ class Eagle3(Head):
             memory = self._run(memory, tokens, rows)
         return self._guess(memory)
 
-    def unroll(self, states: Tensor, tokens: Tensor, levels: int) -> Iterator[Guess]:
-        """Fed what it said before, as when it guesses: each row sees the text's keys and its own path's."""
-        text = _Text(self, tokens)
-        state = self._fused(states)
-        for level in range(levels):
-            count = tokens.shape[1] - 1 - level
-            state = text.run(state[:, :count], level)
-            yield self._guess(state)
-
     def tree(self, max_nodes: int) -> Tree:
         return RerankedTree(max_nodes, DEPTH)
 
@@ -105,8 +95,7 @@ class Eagle3(Head):
     def _fused(self, states: Tensor) -> Tensor:
         if self.own:
             return self.fuse(states)  # type: ignore[no-any-return]
-        noise = (torch.rand_like(states) - 0.5) * NOISE if self.training else 0.0
-        return states + noise
+        return noisy(states, self.training)
 
     def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         read = self.layer.read(self._embedded(tokens), state)
@@ -125,39 +114,9 @@ class Eagle3(Head):
         return self.token_weights.embedding[tokens].to(self.dtype)
 
 
-class _Text:
-    """Attention of the training-time test: the text's keys, and one key per later run, each row its own."""
-
-    def __init__(self, head: Eagle3, tokens: Tensor) -> None:
-        self._head, self._tokens = head, tokens
-        self._text: tuple[Tensor, Tensor] | None = None
-        self._later: list[tuple[Tensor, Tensor]] = []
-
-    def run(self, state: Tensor, level: int) -> Tensor:
-        """Level j of row t reads token t + j, at that position."""
-        count, layer = state.shape[1], self._head.layer
-        positions = torch.arange(level, level + count, device=state.device)
-        token = self._head._embedded(self._tokens[:, level : level + count])
-        q, k, v = layer.self_attn.qkv(layer.read(token, state), *self._head.rope(positions))
-        k, v = shared_keys(q, k, v)
-        if self._text is None:
-            self._text = k, v
-            return layer.finish(state, causal(0, q, k, v))
-        self._later.append((k, v))
-        return layer.finish(state, self._attend(q))
-
-    def _attend(self, q: Tensor) -> Tensor:
-        assert self._text is not None
-        count, scale = q.shape[2], q.shape[-1] ** -0.5
-        keys, values = (part[:, :, :count] for part in self._text)
-        hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
-        own = [(q * k[:, :, :count]).sum(-1, keepdim=True) * scale for k, _ in self._later]
-        shares = torch.softmax(torch.cat([scores, *own], -1).float(), -1).to(q.dtype)
-        out = shares[..., :count] @ values
-        for n, (_, v) in enumerate(self._later):
-            out = out + shares[..., count + n, None] * v[:, :, :count]
-        return out
+def noisy(states: Tensor, training: bool) -> Tensor:
+    """States with EAGLE-1's noise while a head learns."""
+    return states + (torch.rand_like(states) - 0.5) * NOISE if training else states
 
 
 def default_wants(config: HeadConfig) -> tuple[int, ...]:

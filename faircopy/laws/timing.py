@@ -1,0 +1,65 @@
+"""What one level of a draft costs: a head's layers and output layer over some rows, on a GPU as a graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faircopy.drafters.folder import new_head
+from faircopy.drafters.heads import Head, Rows
+from faircopy.drafters.networks.blocks import shared_keys
+from faircopy.model.base import TokenWeights
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXT = 256  # keys that each row sees
+REPEATS = 5
+
+
+def level_times(
+    target: str, weights: TokenWeights, depths: Sequence[int], device: torch.device, rows: Sequence[int] = ROWS
+) -> list[dict[str, Any]]:
+    """Milliseconds of a level by layers and rows, of heads with random weights in the target's type."""
+    kind = weights.rows.dtype
+    found = []
+    for layers in depths:
+        head = new_head("scylla", target, weights, layers=layers).to(device, kind).serve()
+        found += [{"layers": layers, "rows": count, "ms": level_ms(head, count)} for count in rows]
+    return found
+
+
+@torch.no_grad()
+def level_ms(head: Head, rows: int) -> float:
+    """Milliseconds of one level over this many rows, each with its own context."""
+    return _ms(_level(head, rows), head.device)
+
+
+def _level(head: Head, count: int) -> Callable[[], object]:
+    shape, device, kind = head.config.shape, head.device, head.dtype
+    memory = torch.randn(count, 1, shape.hidden, device=device, dtype=kind)
+    tokens = torch.arange(count, device=device)[:, None] % head.vocab
+    past = torch.randn(count, shape.kv_heads, CONTEXT, shape.head_dim, device=device, dtype=kind)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (torch.cat([past, part], 2) for part in (k, v))
+        return F.scaled_dot_product_attention(q, *shared_keys(q, keys, values))
+
+    rows = Rows(torch.full((1,), CONTEXT - 1, device=device), attend)
+    return lambda: head.step(1, memory, tokens, rows).logits.topk(10, -1)
+
+
+def _ms(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        from faircopy.bench.timing import graph_ms
+
+        return graph_ms(run)
+    times = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * min(times[1:])

@@ -1,0 +1,233 @@
+"""Laws of draft heads: counts are the engine's, grids resume, fits find what is there, predictions name their range."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faircopy import LLM, CheckpointError, ConfigError, bundled, cli
+from faircopy.config import EngineConfig
+from faircopy.costs import Curve
+from faircopy.draft_length import BatchLength
+from faircopy.drafters.folder import load_head
+from faircopy.drafters.trees import Tree
+from faircopy.laws import report as laws_report
+from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
+from faircopy.laws.fit import Law
+from faircopy.laws.points import Point, Result, append_result, grid, read_results
+from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
+from faircopy.laws.run import GridRun
+from faircopy.model.loader import load_model, load_stock
+from faircopy.train.heads import Teacher
+from faircopy.types import Request, SamplingParams, Sequence
+from tests.helpers import CPU, engine_of, head_for, load, random_prompts
+
+MAIN = "tree 60, T=0"
+NEW = 40
+
+
+def written(folder: str, temperature: float) -> tuple[list[list[int]], list[list[int]], HeldOutTexts]:
+    """Prompts, what the target writes behind them in the engine, and the same as held-out texts."""
+    model = load(folder)
+    prompts = random_prompts(5, model.vocab, seed=4)
+    engine = engine_of(model, max_batch=8)
+    params = SamplingParams(max_tokens=NEW, temperature=temperature, ignore_eos=True)
+    seqs = [engine.add(Request(tuple(prompt), params, seed=n)) for n, prompt in enumerate(prompts)]
+    while engine.busy:
+        engine.step()
+    texts = [seq.tokens for seq in seqs]
+    teacher = Teacher(load_stock(folder, torch.float32, CPU))
+    return prompts, texts, held_out_texts(prompts, texts, teacher, CPU, temperature)
+
+
+@pytest.mark.parametrize("method", ["scylla", "eagle1"])
+@pytest.mark.parametrize(("chain", "temperature"), [(True, 0.0), (False, 0.0), (True, 0.9)])
+def test_counts_are_the_engines(checkpoint: Callable[..., str], method: str, chain: bool, temperature: float) -> None:
+    folder = checkpoint("llama")
+    options = {"style": "eagle1"} if method == "eagle1" else {"layers": 2}
+    head = head_for(folder, load(folder), "eagle3" if method == "eagle1" else method, **options)
+    prompts, texts, held_out = written(folder, temperature)
+    nodes = head.levels if chain else 14
+    found = measure(head, held_out, nodes, chain)
+    assert sum(found.tokens) > 0
+    if chain:
+        head.tree = Tree  # type: ignore[method-assign, assignment]
+    engine = engine_of(load(folder), draft=head, lengths=lambda seq: nodes, max_batch=1)
+    for n, prompt in enumerate(prompts):
+        longer = SamplingParams(max_tokens=NEW + nodes, temperature=temperature, ignore_eos=True)
+        seq = engine.add(Request(tuple(prompt), longer, seed=n))  # near its limit a sequence gets fewer nodes
+        engine.step()
+        accepted = []
+        for _ in range(found.cycles[n]):
+            before = len(seq.tokens)
+            engine.step()
+            accepted.append(len(seq.tokens) - before - 1)
+        while engine.busy:
+            engine.step()
+        assert seq.tokens[: len(texts[n])] == texts[n]
+        assert sum(accepted) == found.tokens[n]
+        assert len(texts[n]) - head.levels <= len(prompt) + found.tokens[n] + found.cycles[n] < len(texts[n])
+
+
+def test_noise_is_the_engines() -> None:
+    keys = noise_keys([3, 4], 6)
+    assert keys.shape == (2, 6) and len(keys.unique()) == 12
+
+
+def test_the_batch_law_sets_draft_lengths_and_changes_nothing(checkpoint: Callable[..., str]) -> None:
+    lengths = BatchLength(lambda batch: 40 / batch - 1, 24, 64)
+    seqs = [Sequence(n, Request((1,)), [1]) for n in range(64)]
+    assert [lengths.choose(seqs[:b])[0] for b in (1, 2, 8, 16, 32, 64)] == [24, 16, 3, 1, 0, 0]
+    assert lengths.lengths == (0, 1, 2, 3, 5, 8, 12, 16, 24) and "24 at batch 1" in lengths.reason
+    folder = checkpoint("llama")
+    prompts = random_prompts(3, load(folder).vocab, seed=5)
+    params, head = SamplingParams(max_tokens=20), head_for(folder, load(folder), "scylla")
+    drafted = LLM(load(folder), draft=head, k="law", max_batch=1, cache_memory="8MiB")
+    plain = LLM(load(folder), cache_memory="8MiB").generate(prompts, params, progress=False)
+    assert [a.token_ids for a in drafted.generate(prompts, params, progress=False)] == [a.token_ids for a in plain]
+    assert "by the roofline" in drafted.explain()["draft_length"] and drafted.engine.meter.drafted > 0
+    with pytest.raises(ConfigError, match="beside auto"):
+        EngineConfig(auto=True, law=True)
+
+
+def results_of(law: Law, points: list[Point], noise: float = 0.02, target: str = "bundled") -> list[Result]:
+    """Heads that follow a law, with cycles of 200 prompts and some training noise."""
+    rng = np.random.default_rng(3)
+    found = []
+    for point in points:
+        mean = law(point) + rng.normal(0.0, noise)
+        cycles = rng.integers(10, 30, 200)
+        kinds = {MAIN: 1.0, "chain 7, T=0": 0.6}
+        kinds |= {"tree 4, T=0": 0.5, "tree 16, T=0": 0.8} if point == Point(1 << 20) else {}
+        measures = {
+            name: {"tokens": rng.poisson(share * mean * cycles).tolist(), "cycles": cycles.tolist()}
+            for name, share in kinds.items()
+        }
+        facts = {"distinct": point.tokens, "answers": 0, "parameters": 1, "loss": 1.0, "measure_seconds": 1.0}
+        seconds = 1e-6 * point.tokens * (1 + 0.5 * point.layers)
+        place = {"tokens": point.tokens, "layers": point.layers, "seed": point.seed}
+        found.append(Result(target=target, **place, **facts, train_seconds=seconds, measures=measures))
+    return found
+
+
+POINTS = grid(1 << 18, 7, (1, 2, 4, 3, 6), (1 << 20, 1 << 23), range(3))
+LOG = Law("log", 1.5, 0.3, 0.5)
+POWER = Law("power", 4.0, 2.0, 0.3, exponent=0.4)
+
+
+def test_a_grid_begins_with_the_text_then_depths_then_seeds() -> None:
+    assert POINTS[:8] == [Point(1 << n) for n in range(18, 26)]
+    assert {point.layers for point in POINTS[8:16]} == {2, 3, 4, 6} and len(POINTS) == 20
+    assert POINTS[16:] == [Point(tokens, 1, seed) for seed in (1, 2) for tokens in (1 << 20, 1 << 23)]
+
+
+@pytest.mark.parametrize("law", [LOG, POWER], ids=["log", "power"])
+def test_the_law_that_was_put_in_is_found(law: Law) -> None:
+    report = laws_report.report(results_of(law, POINTS), MAIN)
+    assert report.best.law.form == law.form
+    for name in ("constant", "text", "depth", "exponent"):
+        found = report.best.coefficient(name)
+        width = found.high - found.low
+        assert found.low - width / 2 <= getattr(law, name) <= found.high + width / 2
+    checks = [check for check in report.checks if check.form == law.form]
+    assert {check.point.layers for check in checks} == {1, 4} and sum(check.inside for check in checks) >= 2
+
+
+def test_intervals_shrink_with_less_noise_and_grow_outside() -> None:
+    wide, narrow = (laws_report.report(results_of(LOG, POINTS, noise), MAIN).joint["log"] for noise in (0.2, 0.01))
+    size = [interval.high - interval.low for interval in (f.interval(Point(1 << 21)) for f in (wide, narrow))]
+    assert size[0] > 2 * size[1]
+    far = narrow.interval(Point(1 << 36))
+    assert far.high - far.low > size[1] and not narrow.covers(Point(1 << 36)) and narrow.covers(Point(1 << 21, 5))
+
+
+def costs(draft: float) -> Costs:
+    level = {layers: Curve(((1, draft * layers), (512, draft * layers))) for layers in (1, 2, 6)}
+    return Costs(target=lambda seqs, rows: 1e-3 * max(1.0, rows / 64), level=level, train=lambda layers: 1e-6 * layers)
+
+
+def test_predictions_weigh_what_a_head_costs() -> None:
+    results = results_of(LOG, POINTS)
+    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
+    assert set(shares) == {0, 4, 16, 60} and shares[4] == pytest.approx(0.5, abs=0.05)
+    free, dear, useless = (predict(fits, shares, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
+    assert free.point.layers == 6 and free.nodes == 60
+    assert dear.point.layers == 1 and dear.draft_share > 0.3
+    assert useless.nodes == 0 and useless.rate == pytest.approx(1000)
+    assert free.rate_interval.low < free.rate < free.rate_interval.high
+    crowded = predict(fits, shares, costs(1e-9), 64, 8.0, True)
+    assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
+
+
+def test_predictions_say_when_they_extrapolate() -> None:
+    results = results_of(LOG, POINTS)
+    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
+    assert predict(fits, shares, costs(1e-9), 1, 8.0, True).best.warnings == ()
+    warnings = predict(fits, shares, costs(1e-9), 1, 1e6, False).best.warnings
+    assert "another target" in warnings[0] and "times the largest measured" in warnings[1]
+
+
+def test_times_are_read_and_refused() -> None:
+    assert (parse_time("10h"), parse_time("1.5m"), parse_time("2d")) == (36000.0, 90.0, 172800.0)
+    for text in ("", "10", "h", "-1h", "0s"):
+        with pytest.raises(ConfigError, match="45m or 10h"):
+            parse_time(text)
+
+
+def test_a_cut_line_is_left_out_and_a_foreign_file_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    for result in results_of(LOG, POINTS[:3]):
+        append_result(file, result)
+    file.write_text(file.read_text() + '{"target": "bund')
+    assert [result.point for result in read_results([file])] == POINTS[:3]
+    file.write_text('{"name": 3}\n')
+    with pytest.raises(CheckpointError, match="laws run"):
+        read_results([file])
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["faircopy", "laws", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_the_command_line_runs_resumes_fits_and_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, prompts, out = tmp_path / "text.txt", tmp_path / "prompts.jsonl", tmp_path / "grid"
+    text.write_text(" ".join(bundled.prompts()))
+    prompts.write_text("".join(json.dumps({"prompt": prompt[:40]}) + "\n" for prompt in bundled.prompts()[:3]))
+    run = ("run", "--data", str(text), "--prompts", str(prompts), "--out", str(out), "--smallest", "256", "--rows", "2")
+    run += ("--length", "64", "--new", "16", "--seeds", "1", "--device", "cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(GridRun, "_expected", lambda run, point: math.inf if run._seconds else 0.0)
+        assert call(patched, *run, "--layers", "1", "--budget", "20m") == 0
+    begun = read_results([out / "results.jsonl"])
+    assert len(begun) == 1 and "left out, no time" in capsys.readouterr().out
+    assert call(monkeypatch, *run, "--layers", "1", "--layers", "2", "--budget", "20m") == 0
+    results = read_results([out / "results.jsonl"])
+    assert results[: len(begun)] == begun and {result.layers for result in results} == {1, 2}
+    assert len({result.point for result in results}) == len(results)
+    head = load_head(str(out / "best"), load_model(bundled.target(), None, CPU))
+    assert head.config.options["stages"]["tokens"] in {result.tokens for result in results}
+    file, picture = str(out / "results.jsonl"), tmp_path / "laws.png"
+    assert call(monkeypatch, "fit", file, "--plot", str(picture)) == 0
+    assert picture.stat().st_size > 1000 and "inside" in capsys.readouterr().out
+    assert call(monkeypatch, "fit", file, "--json") == 0
+    assert {entry["measure"] for entry in json.loads(capsys.readouterr().out)} >= {MAIN, "chain 7, T=0.8"}
+    for where in (("--gpu", "h200"), ()):
+        wanted = ("predict", file, "--batch", "1", "--layers", "1", "--layers", "9", "--budget", "1h", "--json", *where)
+        assert call(monkeypatch, *wanted, "--plot", str(picture)) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
+    assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
+    assert "results are of bundled" in capsys.readouterr().err
+    assert call(monkeypatch, *run, "--length", "8") == 2
