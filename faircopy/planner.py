@@ -110,6 +110,14 @@ class TreeGains:
         return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
 
 
+def _paid_length(step: FinishedStep) -> int:
+    """The draft length that a step's time belongs to: what was asked for where rows were computed for all of it, as
+    captured steps do; else the longest draft that was found."""
+    asked = max(step.batch.max_nodes, default=0)
+    found = max(map(len, step.draft.tokens), default=0)
+    return asked if step.rows >= len(step.batch) * (asked + 1) else found
+
+
 class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
@@ -161,9 +169,8 @@ class AutoLength(DraftLengths):
                 self._learn(seq, draft, i, len(decision.nodes))
         if seconds is None:
             return
-        batch, k = len(step.batch), max(map(len, draft.tokens), default=0)
-        rows = batch + sum(map(len, draft.tokens))
-        self.costs.observe(batch, k, rows, seconds)
+        batch, k = len(step.batch), _paid_length(step)
+        self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
         if k:
             gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
             self._saved += gained * self.costs.of(batch, 0) / batch - seconds
@@ -249,9 +256,11 @@ class AutoLength(DraftLengths):
         found = min(1.0, self.acceptance.found.value)
         if not k or found == 1.0 or self.costs.table.captured(batch, k):
             return self.costs.of(batch, k)
-        none = (1.0 - found) ** batch
-        rows = batch + round(batch * k * found / (1.0 - none))
-        return none * self.costs.of(batch, 0) + (1.0 - none) * self.costs.of(batch, k, rows)
+        some = 1.0 - (1.0 - found) ** batch
+        if not some:  # thousands of lookups in a row found nothing
+            return self.costs.of(batch, 0)
+        rows = batch + round(batch * k * found / some)
+        return (1.0 - some) * self.costs.of(batch, 0) + some * self.costs.of(batch, k, rows)
 
     def _gain(self, survivals: list[list[float]], k: int) -> float:
         """Draft tokens of all sequences that are likely to be accepted."""

@@ -25,7 +25,14 @@ class RequestReader:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self._decode = text_decoder(tokenizer)
+
+    @property
+    def tokenizer(self) -> Any | None:
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any | None) -> None:
+        self._tokenizer, self._decode = tokenizer, text_decoder(tokenizer)
         self._single: dict[int, str] = {}  # texts of single tokens, which streams ask for again and again
 
     def encode(self, prompt: Prompt) -> list[int]:

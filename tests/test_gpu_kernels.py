@@ -83,6 +83,15 @@ def test_tiles_of_the_users_own_device_go_first(monkeypatch: pytest.MonkeyPatch,
     assert tables.plan(device, 640, 8192).tile(100, True, 4) == mine
 
 
+@pytest.mark.parametrize("entry", ["x", {"plain": []}, {"plain": {"16": [1]}}, {"plain": {"16": [63] + [1] * 8}}])
+def test_damaged_tiles_of_the_user_are_left_out(entry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    shipped = tables.plan(torch.device("cpu"), 640, 8192)
+    monkeypatch.setattr(tables, "_own", tables.KeptTable("tiles"))
+    tables.keep(torch.device("cpu"), "640x8192", entry)
+    assert tables.plan(torch.device("cpu"), 640, 8192) == shipped
+
+
 def test_the_order_of_sums_depends_on_the_shape_alone() -> None:
     """Whatever the number of rows, the same groups are added: only then can bits agree."""
     assert Linear(torch.zeros(64, 2048)).groups == group_count(2048, 64) == 4

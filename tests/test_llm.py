@@ -234,6 +234,14 @@ def test_logprobs_are_the_targets_own() -> None:
     assert out.prompt_logprobs[0] is None
 
 
+def test_another_tokenizer_reads_the_answers_too() -> None:
+    llm = an_llm()
+    llm.tokenizer = None
+    assert llm.decode([104]) == ""
+    llm.tokenizer = ByteTokenizer()
+    assert llm.decode([104]) == "h" and llm.decode([104, 105]) == "hi"
+
+
 def test_chat_uses_the_template() -> None:
     llm = an_llm()
     messages = [{"role": "user", "content": "hi"}]

@@ -108,6 +108,26 @@ def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:
     assert tokens / seconds > 0.98 * plain_rate(cheap) and sum(k > 0 for k in chosen[300:]) < 60
 
 
+def test_lookups_may_find_nothing_for_ever() -> None:
+    chooser = AutoLength(8, "off", CostTable(Curve(((1, 1.0), (64, 2.0)))))
+    for _ in range(20_000):
+        chooser.acceptance.found.add(False)
+    assert chooser._seconds(4, 3) == chooser.costs.of(4, 0)
+
+
+def test_a_captured_step_that_finds_nothing_is_paid_for() -> None:
+    """Its time belongs to the length that was asked for, not to plain decoding: the ledger sees what it cost."""
+    seqs, steps = sequences(8), {(8, k): 1.0 + 0.1 * k for k in AutoLength(8).lengths}
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))), steps=steps))
+    plain, asked = chooser.costs.of(8, 0), 2
+    nothing, verdict = Draft.empty(8), Verdict([Decision([], [0])] * 8)
+    for _ in range(50):
+        batch = Batch(seqs, [1] * 8, [asked] * 8)
+        chooser.observe(FinishedStep(batch, nothing, verdict, 8 * (asked + 1), 8 * asked), 1.2)
+    assert chooser._saved < 0 and chooser.costs.of(8, 0) < 1.05 * plain
+    assert chooser.choose(seqs) == [0] * 8
+
+
 def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     """Lookups that find little and are right then pay, although every step of so few tokens would not."""
     chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (2, 1.3), (16, 1.4)))))

@@ -138,7 +138,8 @@ class TransformersModel:
         _switch(self.name, self._model, "eager")
         try:
             with torch.no_grad():
-                return self._model(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+                logits: Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
+                return logits[:, : self.vocab]  # a share of the head may reach beyond it
         finally:
             _switch(self.name, self._model, ATTENTION)
 

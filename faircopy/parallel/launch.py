@@ -61,7 +61,7 @@ def _start(rank: int, size: int, port: int, device: torch.device) -> subprocess.
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     about = [rank, size, port, device, os.getpid()]
     return subprocess.Popen(
-        [sys.executable, "-m", "faircopy.parallel.worker", *map(str, about)],
+        [sys.executable, "-P", "-m", "faircopy.parallel.worker", *map(str, about)],  # no modules of the present folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor
@@ -103,6 +104,10 @@ class ParallelModel(SharedModel):
 class Pipeline(SharedModel):
     """A model whose layers lie on several ranks, each of which may work on another pass."""
 
+    def __init__(self, group: Group, order: Load) -> None:
+        super().__init__(group, order)
+        self._begun, self._ended = 0, 0  # passes that were started, and those whose results were read
+
     @property
     def stages(self) -> int:
         return self.group.size
@@ -121,14 +126,18 @@ class Pipeline(SharedModel):
         assert isinstance(self._own, StageModel), "pipelines are made of stages"
         try:
             run_stage(self.group, self._own, packed, self._announced(packed, cache, wants), wants)
+            self._begun += 1
+            return partial(self._result, self._begun)
         except BaseException as error:
             self._left(error)
             raise
-        return self._result
 
-    def _result(self) -> PassResult:
+    def _result(self, number: int) -> PassResult:
+        """Of the pass of this number; those before it that nobody has waited for, after an interrupt, are dropped."""
         try:
-            found: PassResult = self.group.fetch(self.group.size - 1, STATES)
+            while self._ended < number:
+                found: PassResult = self.group.fetch(self.group.size - 1, STATES)
+                self._ended += 1
             return found
         except BaseException as error:
             self._left(error)

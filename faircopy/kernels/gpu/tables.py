@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,12 @@ class Tile:
     high: int = 1  # tiles of rows that share a tile of weights, up to three
     apart: bool = False  # groups of K are tiles of their own too
     streamed: bool = False  # a warp of its own copies (kernels/gpu/stream.py); as high as there are rows
+
+    @property
+    def possible(self) -> bool:
+        """Whether kernels can be compiled for it at all."""
+        sides, counts = (self.bm, self.bn, self.bk, self.warps), (self.stages, self.resident, self.high)
+        return all(n > 0 and n & (n - 1) == 0 for n in sides) and min(counts) > 0 and self.high <= 3
 
 
 class Expected(NamedTuple):
@@ -130,11 +137,23 @@ def plan(device: torch.device, outputs: int, inner: int, dtype: torch.dtype = to
     if dtype.itemsize > 2:
         return Plan((outputs, inner), depth=16)
     kind, shape = device_class(device), f"{outputs}x{inner}"
-    known = _own.get(f"{device_name(device)} {shape}") or read(kind).get("shapes", {}).get(shape, {})
-    plain, gated = (
-        {int(rows): as_tile(values) for rows, values in known.get(name, {}).items()} for name in ("plain", "gated")
-    )
+    plain, gated = _own_tiles(f"{device_name(device)} {shape}") or _tiles(read(kind).get("shapes", {}).get(shape, {}))
     return Plan((outputs, inner), plain, gated, _rule(kind), streams=kind == "hopper")
+
+
+def _own_tiles(key: str) -> tuple[dict[int, Tile], ...] | None:
+    """Tiles measured on the user's own device; None: there are none, or the file was damaged."""
+    with suppress(AttributeError, TypeError, ValueError):
+        found = _tiles(_own.get(key) or {})
+        if any(found) and all(tile.possible for tiles in found for tile in tiles.values()):
+            return found
+    return None
+
+
+def _tiles(entry: dict[str, Any]) -> tuple[dict[int, Tile], ...]:
+    """A table's entry for one shape: tiles by rows, of plain and of gated products."""
+    names = ("plain", "gated")
+    return tuple({int(rows): as_tile(values) for rows, values in entry.get(name, {}).items()} for name in names)
 
 
 def keep(device: torch.device, shape: str, entry: dict[str, Any]) -> None:
