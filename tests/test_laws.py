@@ -203,7 +203,7 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, prompts, out = tmp_path / "text.txt", tmp_path / "prompts.jsonl", tmp_path / "grid"
-    text.write_text(" ".join(bundled.prompts()))
+    text.write_text(" ".join(bundled.prompts()[:48]))
     prompts.write_text("".join(json.dumps({"prompt": prompt[:40]}) + "\n" for prompt in bundled.prompts()[:3]))
     run = ("run", "--data", str(text), "--prompts", str(prompts), "--out", str(out), "--smallest", "256", "--rows", "2")
     run += ("--length", "64", "--new", "16", "--seeds", "1", "--device", "cpu")

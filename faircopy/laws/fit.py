@@ -119,17 +119,18 @@ def fit(results: Sequence[Result], measure: str, form: Form, replicates: int = R
         problem = f"{len(points)} heads with {measure!r} are too few for a law"
         raise ConfigError("results", measure, problem, "train at least three different points")
     values = np.array([result.accepted(measure) for result in known])
-    law = fit_points(points, values, form)
+    (law,) = fit_rows(points, values[None], form)
     residuals = values - np.array([law(point) for point in points])
     drawn = _drawn(known, measure, law, residuals, replicates)
-    again = tuple(fit_points(points, row, form) for row in drawn)
-    return Fit(law, tuple(points), tuple(values.tolist()), again, tuple(residuals.tolist()))
+    again = fit_rows(points, drawn, form)
+    return Fit(law, tuple(points), tuple(values.tolist()), tuple(again), tuple(residuals.tolist()))
 
 
-def fit_points(points: Sequence[Point], values: Array, form: Form) -> Law:
-    """By least squares; of the exponents of a power law the best."""
+def fit_rows(points: Sequence[Point], rows: Array, form: Form) -> list[Law]:
+    """A law per row of values [rows, points], by least squares; of the exponents of a power law the best."""
     exponents = EXPONENTS if form == "power" else (0.0,)
-    return min((_solve(points, values, form, float(exponent)) for exponent in exponents), key=lambda law: law.squares)
+    solved = [_solved(points, rows, form, float(exponent)) for exponent in exponents]
+    return [min(laws, key=lambda law: law.squares) for laws in zip(*solved, strict=True)]
 
 
 def better(results: Sequence[Result], measure: str) -> Fit:
@@ -137,16 +138,22 @@ def better(results: Sequence[Result], measure: str) -> Fit:
     return min((fit(results, measure, form) for form in ("log", "power")), key=lambda found: found.law.aic)
 
 
-def _solve(points: Sequence[Point], values: Array, form: Form, exponent: float) -> Law:
+def _solved(points: Sequence[Point], rows: Array, form: Form, exponent: float) -> list[Law]:
+    """All rows with one exponent: they have the same terms."""
     deep = len({point.layers for point in points}) > 1
     columns = [np.ones(len(points)), np.array([_text_term(form, point.tokens, exponent) for point in points])]
     columns += [np.array([_deep(point) for point in points])] if deep else []
     matrix = np.stack(columns, 1)
-    solution = np.linalg.lstsq(matrix, values, rcond=None)[0]
-    squares = float(((matrix @ solution - values) ** 2).sum())
-    constant, text, *depth = (float(number) for number in solution)
+    solutions = np.linalg.lstsq(matrix, rows.T, rcond=None)[0]
+    squares = ((matrix @ solutions - rows.T) ** 2).sum(0)
+    depths = solutions[2] if deep else np.zeros(len(rows))
     parameters = len(columns) + (form == "power")
-    return Law(form, constant, text, depth[0] if depth else 0.0, exponent, squares, len(points), parameters)
+    return [
+        Law(form, constant, text, depth, exponent, missed, len(points), parameters)
+        for constant, text, depth, missed in zip(
+            *(numbers.tolist() for numbers in (solutions[0], solutions[1], depths, squares)), strict=True
+        )
+    ]
 
 
 def _text_term(form: Form, tokens: int, exponent: float) -> float:
