@@ -160,3 +160,12 @@ def test_tuning_keeps_the_fastest_tiles(monkeypatch: pytest.MonkeyPatch, tmp_pat
     plan = tables.plan(torch.device("cpu"), config.hidden_size, config.intermediate_size)
     assert plan.tile(80, True, 4).bn == 128
     assert tables.plan(torch.device("cpu"), 2 * config.intermediate_size, config.hidden_size).gated(80, True).bn == 128
+
+
+def test_a_partial_sum_is_not_rounded_and_may_have_no_rows() -> None:
+    """Experts without tokens, and rows that begin in the middle of a tensor."""
+    weight, x = torch.randn(64, 256), torch.randn(5, 257)
+    layer = Linear(weight, groups=4)
+    assert layer.partial(x[:0, 1:]).shape == (0, 64)
+    partial = layer.partial(x[:, 1:])
+    assert partial.dtype == torch.float32 and torch.equal(partial, layer.partial(x[:, 1:].clone()))

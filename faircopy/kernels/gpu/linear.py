@@ -25,7 +25,7 @@ from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.groups import add_tree, group_count
 from faircopy.kernels.ranks import Ranks
 
-SHORT = 32 << 20  # a product of so few bytes is over before its successor's blocks are in anybody's way
+SHORT = 32 << 20  # bytes of a weight: so short a product ends before its successor's blocks take processors from it
 
 
 @triton.jit
@@ -126,20 +126,9 @@ def _sweep(a0, a1, a2, x, w, row, col, first, last, BM: tl.constexpr, BK: tl.con
 
 @triton.jit
 def _group(
-    x,
-    w,
-    bias,
-    row,
-    col,
-    group,
-    LENGTH,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HIGH: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    x, w, bias, row, col, group, LENGTH, N,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
     """Up to three tiles of rows, summed over one group of K; the first group has the bias."""
     a0 = tl.zeros((BM, BN), tl.float32)
     a1, a2 = a0, a0
@@ -154,20 +143,10 @@ def _group(
 
 @triton.jit
 def _pair(
-    x,
-    w,
-    bias,
-    row,
-    col,
-    group,
-    LENGTH,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    HIGH: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    x, w, bias, row, col, group, LENGTH, N,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HIGH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Two groups, added."""
     a0, a1, a2 = _group(x, w, bias, row, col, group, LENGTH, N, BM, BN, BK, HIGH, BIASED)
     b0, b1, b2 = _group(x, w, bias, row, col, group + 1, LENGTH, N, BM, BN, BK, HIGH, False)
     return a0 + b0, a1 + b1, a2 + b2
@@ -208,7 +187,7 @@ def _wide(
     GROUPS: tl.constexpr, APART: tl.constexpr, COPIED: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Many rows: tensor descriptors and a grid that stays. APART: each group is a tile of its own, for the reader to
+    """Many rows: tensor descriptors and a persistent grid. APART: each group is a tile of its own, for the reader to
     add; else a block adds its groups by the tree."""
     if PDL:
         gdc_wait()
@@ -312,6 +291,9 @@ class Linear:
         """x [M, K] -> float32 [M, N], not rounded to the weight's type: what a rank has of a larger sum."""
         if not self.exact:
             return F.linear(x, self.weight, self.bias).float()
+        if not x.shape[0]:
+            return x.new_empty(0, self.outputs, dtype=torch.float32)
+        x = aligned(x)
         tile = self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups)
         parts = self.run(x, tile, kind=torch.float32)
         return parts[0] if parts.shape[0] == 1 else add_parts(parts, torch.float32)
@@ -384,7 +366,7 @@ class SharedLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         """x [M, K / ranks] -> float32 [ranks, M, N], for the reader to add by the tree."""
-        return self._ranks.gather(self._own.partial(aligned(x)))
+        return self._ranks.gather(self._own.partial(x))
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = self.parts(x)

@@ -20,13 +20,14 @@ from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import launched, processors
 from faircopy.kernels.gpu.tables import Tile
 
+REGISTERS = {64: 96, 128: 128}  # of a thread, by the tile's columns: what two blocks per processor leave each other
 _activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
 def _copy(
     w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps,
-    BN: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    BN: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: one stage after the other, as they become free."""
     total = (last - first) * steps
@@ -39,8 +40,7 @@ def _copy(
         tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(i), w_tiles.index(i))
     if PDL:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     for i in range(ahead):
         unit = first + i // steps
         k = (unit % parts * steps + i % steps) * BK
@@ -75,7 +75,7 @@ def _sum(
 
 @gluon.jit
 def _put(out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
-    """Store a tile [BN, BM] of columns and rows, or what its gates let through."""
+    """Store a tile [BN, BM] of columns and rows, or its gated half."""
     kind: gl.constexpr = out.dtype.element_ty
     if GATE != "none":
         gate, value = gl.split(gl.permute(gl.reshape(y.to(kind), [BN // 2, 2, BM]), [0, 2, 1]))
@@ -116,7 +116,7 @@ def _multiply(
 def _stream(
     w, x, bias, out, M, N, units, parts, steps, GRID,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
-    BIASED: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Each block takes the same share of all units (tile of weights, group of K); a tile's groups follow each other."""
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
@@ -139,7 +139,7 @@ def _stream(
             ),
             (
                 _copy,
-                (w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps, BN, BM, BK, STAGES, EARLY, PDL),
+                (w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps, BN, BM, BK, STAGES, PDL),
             ),
         ],
         [1],
@@ -164,8 +164,5 @@ def stream(
     _stream[(grid,)](
         weights, descriptor(x, tile.bm, tile.bk), bias, out, x.shape[0], outputs, units, parts,
         inner // (parts * tile.bk), grid, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GATE=gate,
-        BIASED=bias is not None, EARLY=True, WARPS=tile.warps, num_warps=tile.warps, maxnreg=REGISTERS[tile.bn], **more,
+        BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=REGISTERS[tile.bn], **more,
     )  # fmt: skip
-
-
-REGISTERS = {64: 96, 128: 128}  # of a thread, by the tile's columns: what two blocks per processor leave each other

@@ -31,7 +31,7 @@ class Tile:
     bk: int
     warps: int = 4
     stages: int = 4
-    wide: bool = False  # tensor descriptors and a grid that stays
+    wide: bool = False  # tensor descriptors and a persistent grid
     resident: int = 1  # blocks per processor of that grid
     high: int = 1  # tiles of rows that share a tile of weights, up to three
     apart: bool = False  # groups of K are tiles of their own too
