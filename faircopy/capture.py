@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu.attention import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.pages import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
 from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs

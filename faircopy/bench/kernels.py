@@ -9,7 +9,7 @@ import torch
 
 from faircopy.bench.shapes import PAIR, SHAPES, products
 from faircopy.bench.timing import graph_ms, matrix_rate, read_rate
-from faircopy.kernels.gpu import attention
+from faircopy.kernels.gpu import attention, pages
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.testing.kernel_checks import checks
 
@@ -91,7 +91,7 @@ def _scene(batch: int, rows: int, heads: int, kv: int, dim: int, context: int) -
     keys, values = (torch.randn(batch * per * page, kv, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(batch * rows, heads, dim, device="cuda", dtype=torch.bfloat16)
     positions = (context - 1 + torch.arange(rows, device="cuda")).repeat(batch).int()
-    plan = attention.even_plan(batch, rows, tables, page, context + rows, dim)
+    plan = pages.even_plan(batch, rows, tables, page, context + rows, dim)
     return {"q": q, "keys": keys, "values": values, "positions": positions, "plan": plan}
 
 

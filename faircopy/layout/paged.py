@@ -24,7 +24,7 @@ from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_r
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
-    from faircopy.kernels.gpu.attention import PageLane
+    from faircopy.kernels.gpu.pages import PageLane
     from faircopy.kernels.gpu.suite import Suite
 
 
@@ -215,7 +215,7 @@ class PagedLayout:
         }
 
     def _page_plans(self, lanes: list[PageLane], batch: Batch) -> dict[tuple[int, int], Any]:
-        from faircopy.kernels.gpu.attention import block_length, plan_pages
+        from faircopy.kernels.gpu.pages import block_length, plan_pages
 
         if not self.layers:  # some draft heads only read
             return {}
@@ -234,7 +234,7 @@ class PagedLayout:
 
     def _page_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:
         """As _lanes, but blocks before the nodes are one lane for all of them."""
-        from faircopy.kernels.gpu.attention import PageLane, block_length
+        from faircopy.kernels.gpu.pages import PageLane, block_length
 
         if draft.is_chain(i) or not live:
             return [PageLane(i, range(row, row + fed + len(live)))] if fed + len(live) else []

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.attention import PagePlan, TileList, block_length, tile_height
+from faircopy.kernels.gpu.pages import PagePlan, TileList, block_length, tile_height
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
-from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.launch import compiling_ahead, sent
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
 from faircopy.kernels.gpu.sampler import SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs

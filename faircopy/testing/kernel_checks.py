@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pick, step, tables
+from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pick, step, tables
 from faircopy.kernels.gpu.launch import INTERPRETED
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -154,8 +154,8 @@ ATTENTION: dict[str, dict[str, float]] = {
 
 def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 64, tree: bool = False) -> Scene:
     """Three sequences of 1, 6 and 20 queries at lengths 3, 150 and 300; with a tree in the second."""
-    page, kv, pages = 32, 2, 40
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).int()
+    page, kv, many = 32, 2, 40
+    order = torch.randperm(many, generator=torch.Generator().manual_seed(3)).int()
     tables = torch.stack([order[n * 12 : n * 12 + 12] for n in range(3)]).to(device)
     lengths, counts = (3, 150, 300), (1, 6, 20)
     positions, lanes, row = [], [], 0
@@ -163,16 +163,16 @@ def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 
         rows = range(row, row + count)
         if tree and seq == 1:  # nodes 0 1 2 3 4 5 with parents - 0 0 1 2 -
             positions += [length + depth for depth in (0, 1, 1, 2, 2, 0)]
-            block, n = length // attention.block_length(dim, dtype.itemsize), [*rows]
-            lanes.append(attention.PageLane(seq, n, 0, block))
+            block, n = length // pages.block_length(dim, dtype.itemsize), [*rows]
+            lanes.append(pages.PageLane(seq, n, 0, block))
             for fresh, path in (((0, 1, 3), (0, 1, 3)), ((2, 4), (0, 2, 4)), ((5,), (5,))):
-                lanes.append(attention.PageLane(seq, [n[i] for i in fresh], block, attention.END, length, path))
+                lanes.append(pages.PageLane(seq, [n[i] for i in fresh], block, pages.END, length, path))
         else:
             positions += range(length - count, length)
-            lanes.append(attention.PageLane(seq, rows))
+            lanes.append(pages.PageLane(seq, rows))
         row += count
-    plan = attention.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, 12)
-    pools = [_random(device, pages * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
+    plan = pages.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, 12)
+    pools = [_random(device, many * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
     q = _random(device, row, kv * group, dim, dtype=dtype)
     where = torch.tensor(positions, dtype=torch.int32, device=device)
     return {"q": q, "keys": pools[0], "values": pools[1], "positions": where, "plan": plan}
@@ -209,7 +209,7 @@ def _lonely(device: torch.device) -> float:
         outs = []
         for at in range(0, 20, many):
             rows = q[at : at + many].contiguous()
-            part = attention.plan_pages([attention.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, 12)
+            part = pages.plan_pages([pages.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, 12)
             own = {**scene, "q": rows, "positions": positions[at : at + many].contiguous(), "plan": part}
             outs += [_attend(own, device, splits) for splits in (1, 3)]
         results += [torch.cat(outs[::2]), torch.cat(outs[1::2])]
@@ -223,14 +223,14 @@ def _packed_bits(device: torch.device) -> float:
     scene["q"] = _random(device, 3 * width, 8, 64, dtype=HALF)
     first = torch.tensor([[3], [150], [300]], dtype=torch.int32, device=device)
     scene["positions"] = (first + torch.arange(width, dtype=torch.int32, device=device)).flatten()
-    scene["plan"] = attention.even_plan(3, width, tables, page, 384, 64)
+    scene["plan"] = pages.even_plan(3, width, tables, page, 384, 64)
     whole = [_attend(scene, device, splits) for splits in (1, 2)]
     packed_rows = packing.PackedRows.empty(3, width, device)
     kept: list[int] = []
     packed_rows.rows.fill_(-1)
     for slot, count in enumerate(counts):
         packed_rows.rows[slot, :count] = torch.arange(len(kept), len(kept) + count)
-        packed_rows.ranges[slot, 1] = attention.END if count else 0
+        packed_rows.ranges[slot, 1] = pages.END if count else 0
         kept += range(slot * width, slot * width + count)
     scene["q"], scene["positions"] = scene["q"][kept].contiguous(), scene["positions"][kept].contiguous()
     scene["plan"] = packed_rows.plan(tables, page, 384, 64)
@@ -253,7 +253,7 @@ def _tree_bits(device: torch.device) -> float:
         for place, line in enumerate(moved):
             pool[slot(150 + place)] = line
     rows = torch.tensor([1, 3, 5], device=q.device)
-    chain = attention.plan_pages([attention.PageLane(1, range(3))], 4, plan.tables, plan.page, 12)
+    chain = pages.plan_pages([pages.PageLane(1, range(3))], 4, plan.tables, plan.page, 12)
     positions = torch.tensor([150, 151, 152], dtype=torch.int32, device=q.device)
     straight = {"q": q[rows].contiguous(), "keys": keys, "values": values, "positions": positions, "plan": chain}
     return float(not torch.equal(_attend(straight, device, None), out[rows]))

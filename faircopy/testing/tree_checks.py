@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, pick, tree
+from faircopy.kernels.gpu import attention, pages, pick, tree
 from faircopy.kernels.gpu.records import Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
@@ -95,19 +95,19 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     pools = [torch.randn(size * 12 * page, kv, dim, generator=generator).to(device, dtype) for _ in range(2)]
     q = torch.randn(size * rows, kv * group, dim, generator=generator).to(device, dtype)
     routes = [_route(parents, row) for row in range(rows)]
-    paths = torch.zeros(size, rows, attention.PATH, dtype=torch.int32, device=device)
+    paths = torch.zeros(size, rows, pages.PATH, dtype=torch.int32, device=device)
     for row, route in enumerate(routes):
         paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
-    plan = attention.tree_plan(paths, tables, page, 12 * page, group, dim, dtype.itemsize)
+    plan = pages.tree_plan(paths, tables, page, 12 * page, group, dim, dtype.itemsize)
     bases = torch.tensor(lengths, dtype=torch.int32, device=device)
-    attention.set_base(plan, bases, attention.block_length(dim, dtype.itemsize))
+    pages.set_base(plan, bases, pages.block_length(dim, dtype.itemsize))
     where = [n - 1 + len(route) for n in lengths for route in routes]
     out = _attend(q, pools, torch.tensor(where, dtype=torch.int32, device=device), plan, device)
     wrong = 0
     for seq, n in enumerate(lengths):
         for row, route in enumerate(routes):
             straight = _straightened(pools, tables[seq], page, n, route)
-            one = attention.plan_pages([attention.PageLane(0, [0])], group, tables[seq : seq + 1], page, 12)
+            one = pages.plan_pages([pages.PageLane(0, [0])], group, tables[seq : seq + 1], page, 12)
             at = torch.tensor([n - 1 + len(route)], dtype=torch.int32, device=device)
             place = seq * rows + row
             wrong += not torch.equal(_attend(q[place : place + 1], straight, at, one, device)[0], out[place])

@@ -2,169 +2,22 @@
 
 A row's blocks are computed one by one and merged in ascending order, always by the same arithmetic; whether one program
 walks over all of them or many programs take one each changes no bit. A block past a row's position leaves it untouched.
-
-A tree's blocks before its nodes are the same for all of them: one set of tiles merges those and leaves its state. A
-second set of tiles, the tails, goes on from there, a lane per path: from `base` on, keys are found through the path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
+from faircopy.kernels.gpu.pages import END, PATH, PagePlan, block_length
 
-TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
-WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
-PATH = 64  # nodes on one path of a tree at most
 PARTS_LIMIT = 256 << 20  # bytes of block results held outside registers at most
-END = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PageLane:
-    """Packed rows of one sequence that see the same keys, as far as their positions let them."""
-
-    seq: int
-    rows: Seq[int]
-    first: int = 0  # key block
-    stop: int = END  # before END: its state is left for the tails of the same rows
-    base: int = END
-    path: Seq[int] = ()  # not empty: a tail
-
-
-@dataclass(frozen=True, slots=True)
-class PagePlan:
-    """Which queries run together, and where their keys lie."""
-
-    rows: Tensor  # [tiles, Q] packed row of each query; -1: none
-    ranges: Tensor  # [tiles, 2] first key block, and the one after the last
-    seqs: Tensor  # [tiles] row of `tables`
-    tables: Tensor  # [sequences, pages]
-    page: int
-    blocks: int  # key blocks of the longest sequence, at most
-    bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: not tails
-    paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
-    even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
-    tails: PagePlan | None = None  # tiles that go on where others have left their state
-
-
-def plan_pages(
-    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, line_bytes: int = 0
-) -> PagePlan:
-    """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
-    tails, most = [lane for lane in lanes if len(lane.path)], tile_height(group, line_bytes)
-    plan = _cut([lane for lane in lanes if not len(lane.path)], most, tables, page, blocks)
-    return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
-
-
-def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
-    cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
-    rows = np.full((len(cuts), height), -1, np.int32)
-    paths = np.zeros((len(cuts), PATH), np.int32)
-    for n, (lane, cut) in enumerate(cuts):
-        rows[n, : len(cut)] = cut
-        paths[n, : len(lane.path)] = lane.path
-    even = _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
-    numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
-    tree = any(len(lane.path) for lane in lanes)
-
-    def sent(array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(tables.device, non_blocking=True)
-
-    return PagePlan(
-        sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
-        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
-    )  # fmt: skip
-
-
-def tile_height(group: int, line_bytes: int = 0) -> int:
-    """Rows of a tile at most: fewer where a query head takes many bytes, so that keys fit beside the queries."""
-    tokens = TOKENS if line_bytes <= WIDE_LINE else TOKENS // 4
-    return power(tokens // group + 1) // 2 or 1
-
-
-def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
-    """The same number of rows for each sequence, whatever their lengths will be: a plan that can be captured."""
-    blocks = -(-context // block_length(dim, itemsize))
-    height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
-    ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
-    seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
-    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
-
-
-def tree_plan(
-    paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
-) -> PagePlan:
-    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured; see set_base."""
-    (size, rows), device = paths.shape[:2], tables.device
-    blocks, height = -(-context // block_length(dim, itemsize)), min(power(rows), tile_height(group, dim * itemsize))
-    tiles = -(-rows // height)
-    own = torch.arange(size * rows, dtype=torch.int32, device=device).view(size, rows)
-    shared = torch.nn.functional.pad(own, (0, tiles * height - rows), value=-1).view(size * tiles, height)
-    seqs = torch.arange(size, dtype=torch.int32, device=device)
-
-    def ranges(count: int, stop: int) -> Tensor:
-        return torch.tensor([[0, stop]] * (size * count), dtype=torch.int32, device=device)
-
-    tails = PagePlan(
-        own.view(-1, 1), ranges(rows, END), seqs.repeat_interleave(rows), tables, page, blocks,
-        torch.zeros(size * rows, dtype=torch.int32, device=device), paths.view(-1, PATH),
-    )  # fmt: skip
-    return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
-
-
-def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
-    """Set the positions base [B] where nodes begin in a plan for trees; blocks of `step` keys before are shared."""
-    assert plan.tails is not None and plan.tails.bases is not None, "only a plan for trees has a base"
-    block, size = (base // step)[:, None], base.shape[0]
-    plan.ranges.view(size, -1, 2)[..., 1] = block
-    plan.tails.ranges.view(size, -1, 2)[..., 0] = block
-    plan.tails.bases.view(size, -1)[:] = base[:, None]
-
-
-@dataclass(frozen=True, slots=True)
-class TileList:
-    """Tiles of one height on the host, for plans whose tensors stay where they are."""
-
-    rows: NDArray[np.int32]  # [tiles, height]
-    ranges: NDArray[np.int32]  # [tiles, 2]
-    seqs: NDArray[np.int32]  # [tiles]
-
-    @classmethod
-    def cut(cls, lanes: list[PageLane], height: int) -> TileList:
-        """Chains cut into tiles; there are no trees among them."""
-        cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
-        rows = np.full((len(cuts), height), -1, np.int32)
-        for n, (_, cut) in enumerate(cuts):
-            rows[n, : len(cut)] = cut
-        numbers = np.array([[lane.first, lane.stop, lane.seq] for lane, _ in cuts], np.int32).reshape(-1, 3)
-        return cls(rows, numbers[:, :2], numbers[:, 2])
-
-
-def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:
-    """Rows per sequence, if all have the same number, one tile each, in order."""
-    count = len(tiles[0][1]) if tiles else 0
-    regular = [(n, list(range(n * count, (n + 1) * count))) for n in range(seqs)]
-    return count if tiles == regular else 0
-
-
-def block_length(dim: int, itemsize: int = 2) -> int:
-    """Keys per block: part of the numbers' definition, so it depends on the head and its type alone.
-
-    32-bit products are made of single multiply-adds: large blocks of them take 10 s to compile and spill registers.
-    """
-    return 32 if itemsize > 2 or dim > 256 else 128 if dim <= 128 else 64
 
 
 @triton.jit

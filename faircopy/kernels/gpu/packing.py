@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.acceptance import nodes_that_fit
-from faircopy.kernels.gpu.attention import END, END_, PagePlan, block_length
+from faircopy.kernels.gpu.attention import END_
 from faircopy.kernels.gpu.launch import begin, launched, options, power
+from faircopy.kernels.gpu.pages import END, PagePlan, block_length
 from faircopy.kernels.gpu.records import LIMIT, MAX_NODES, Control
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.step import fitting_nodes

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from faircopy.kernels import filters
 from faircopy.kernels.filters import Filter, Kept
-from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.launch import begin, launched, options, power, sent
+from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.records import (
     IN_PROMPT,
     MAX_BANS,

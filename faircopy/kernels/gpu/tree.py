@@ -15,8 +15,8 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.acceptance import accept_path, nodes_that_fit
-from faircopy.kernels.gpu.attention import PATH
 from faircopy.kernels.gpu.launch import begin, launched, options, power
+from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.pick import mix
 from faircopy.kernels.gpu.records import (
     FINITE,
