@@ -12,9 +12,9 @@ from faircopy.model.base import ModelShape
 
 FEW = 64  # rows up to which the fused decoder's products leave their groups of K to the reader
 ASIDE = 132 * 3 * 128 * 128 * 4  # what blocks of larger products put aside at most (kernels/gpu/linear.py)
-PROGRAMS = 264  # attention programs that fill a large GPU; fewer share a tile's key blocks and keep partial results
+PROGRAMS = 264  # attention programs that fill a large GPU; fewer share a tile's keys and keep partial results
 PARTS_LIMIT = 256 << 20  # bytes of partial results at most (kernels/gpu/attention.py)
-KEY_BLOCK = 128  # tokens
+SPAN = 512  # keys of a partial result (kernels/gpu/pages.py)
 
 
 def activation_bytes(shape: ModelShape, rows: int, device: torch.device) -> int:
@@ -35,9 +35,9 @@ def logits_bytes(shape: ModelShape, rows: int) -> int:
 
 
 def partial_attention_bytes(shape: ModelShape, seqs: int, rows: int, context: int) -> int:
-    """On a GPU: results of key blocks that several programs compute side by side (kernels/gpu/attention.py)."""
+    """On a GPU: results of spans of keys that several programs compute side by side (kernels/gpu/attention.py)."""
     keys = max((layer.kv_heads for layer in shape.layers), default=0)
-    size = 4 * rows * shape.heads * -(-context // KEY_BLOCK) * (shape.head_dim + 2)
+    size = 4 * rows * shape.heads * -(-context // SPAN) * (shape.head_dim + 2)
     return size if seqs * keys < PROGRAMS and size <= PARTS_LIMIT else 0
 
 

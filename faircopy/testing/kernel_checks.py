@@ -152,12 +152,15 @@ ATTENTION: dict[str, dict[str, float]] = {
 }
 
 
+PAGES = 36  # of a sequence: three spans of keys
+
+
 def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 64, tree: bool = False) -> Scene:
-    """Three sequences of 1, 6 and 20 queries at lengths 3, 150 and 300; with a tree in the second."""
-    page, kv, many = 32, 2, 40
+    """Three sequences of 1, 6 and 20 queries at lengths 3, 650 and 1100; with a tree in the second."""
+    page, kv, many = 32, 2, 3 * PAGES + 4
     order = torch.randperm(many, generator=torch.Generator().manual_seed(3)).int()
-    tables = torch.stack([order[n * 12 : n * 12 + 12] for n in range(3)]).to(device)
-    lengths, counts = (3, 150, 300), (1, 6, 20)
+    tables = torch.stack([order[n * PAGES : (n + 1) * PAGES] for n in range(3)]).to(device)
+    lengths, counts = (3, 650, 1100), (1, 6, 20)
     positions, lanes, row = [], [], 0
     for seq, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         rows = range(row, row + count)
@@ -171,7 +174,7 @@ def _scene(device: torch.device, dtype: torch.dtype, group: int = 4, dim: int = 
             positions += range(length - count, length)
             lanes.append(pages.PageLane(seq, rows))
         row += count
-    plan = pages.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, 12)
+    plan = pages.plan_pages([lane for lane in lanes if lane.stop], group, tables, page, PAGES)
     pools = [_random(device, many * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
     q = _random(device, row, kv * group, dim, dtype=dtype)
     where = torch.tensor(positions, dtype=torch.int32, device=device)
@@ -209,7 +212,7 @@ def _lonely(device: torch.device) -> float:
         outs = []
         for at in range(0, 20, many):
             rows = q[at : at + many].contiguous()
-            part = pages.plan_pages([pages.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, 12)
+            part = pages.plan_pages([pages.PageLane(2, range(len(rows)))], 4, plan.tables, plan.page, PAGES)
             own = {**scene, "q": rows, "positions": positions[at : at + many].contiguous(), "plan": part}
             outs += [_attend(own, device, splits) for splits in (1, 3)]
         results += [torch.cat(outs[::2]), torch.cat(outs[1::2])]
@@ -221,9 +224,9 @@ def _packed_bits(device: torch.device) -> float:
     scene, width, counts = _scene(device, HALF), 5, (1, 0, 4)
     tables, page = scene["plan"].tables, scene["plan"].page
     scene["q"] = _random(device, 3 * width, 8, 64, dtype=HALF)
-    first = torch.tensor([[3], [150], [300]], dtype=torch.int32, device=device)
+    first = torch.tensor([[3], [650], [1100]], dtype=torch.int32, device=device)
     scene["positions"] = (first + torch.arange(width, dtype=torch.int32, device=device)).flatten()
-    scene["plan"] = pages.even_plan(3, width, tables, page, 384, 64)
+    scene["plan"] = pages.even_plan(3, width, tables, page, PAGES * page, 64)
     whole = [_attend(scene, device, splits) for splits in (1, 2)]
     packed_rows = packing.PackedRows.empty(3, width, device)
     kept: list[int] = []
@@ -233,7 +236,7 @@ def _packed_bits(device: torch.device) -> float:
         packed_rows.ranges[slot, 1] = pages.END if count else 0
         kept += range(slot * width, slot * width + count)
     scene["q"], scene["positions"] = scene["q"][kept].contiguous(), scene["positions"][kept].contiguous()
-    scene["plan"] = packed_rows.plan(tables, page, 384, 64)
+    scene["plan"] = packed_rows.plan(tables, page, PAGES * page, 64)
     packed = [_attend(scene, device, splits) for splits in (1, 2)]
     return float(sum(not torch.equal(a[kept], b) for a in whole for b in packed))
 
@@ -249,12 +252,12 @@ def _tree_bits(device: torch.device) -> float:
         return int(plan.tables[1, index // plan.page] * plan.page + index % plan.page)
 
     for pool in (keys, values):
-        moved = [pool[slot(150 + node)].clone() for node in (0, 2, 4)]
+        moved = [pool[slot(650 + node)].clone() for node in (0, 2, 4)]
         for place, line in enumerate(moved):
-            pool[slot(150 + place)] = line
+            pool[slot(650 + place)] = line
     rows = torch.tensor([1, 3, 5], device=q.device)
-    chain = pages.plan_pages([pages.PageLane(1, range(3))], 4, plan.tables, plan.page, 12)
-    positions = torch.tensor([150, 151, 152], dtype=torch.int32, device=q.device)
+    chain = pages.plan_pages([pages.PageLane(1, range(3))], 4, plan.tables, plan.page, PAGES)
+    positions = torch.tensor([650, 651, 652], dtype=torch.int32, device=q.device)
     straight = {"q": q[rows].contiguous(), "keys": keys, "values": values, "positions": positions, "plan": chain}
     return float(not torch.equal(_attend(straight, device, None), out[rows]))
 

@@ -85,20 +85,23 @@ def _state(world: tuple[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor]) -> l
     return [*tables, out, *trees.pools]
 
 
+PAGES = 24  # of a sequence: two spans of keys
+
+
 def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
-    """Captured trees: every row has the bits of its path laid out as a chain, at lengths around a block's end."""
+    """Captured trees: every row has the bits of its path laid out as a chain, at lengths around the end of a block and of a span."""
     page, kv, group, dim, rows = 32, 2, 4, 64, 6
-    lengths, parents = (3, 127, 128, 129, 300), [-1, 0, 0, 1, 2, 4]
+    lengths, parents = (3, 127, 129, 511, 512, 700), [-1, 0, 0, 1, 2, 4]
     size = len(lengths)
-    tables = torch.randperm(size * 12, generator=torch.Generator().manual_seed(3)).int().view(size, 12).to(device)
+    tables = torch.randperm(size * PAGES, generator=torch.Generator().manual_seed(3)).int().view(size, -1).to(device)
     generator = torch.Generator().manual_seed(5)
-    pools = [torch.randn(size * 12 * page, kv, dim, generator=generator).to(device, dtype) for _ in range(2)]
+    pools = [torch.randn(size * PAGES * page, kv, dim, generator=generator).to(device, dtype) for _ in range(2)]
     q = torch.randn(size * rows, kv * group, dim, generator=generator).to(device, dtype)
     routes = [_route(parents, row) for row in range(rows)]
     paths = torch.zeros(size, rows, pages.PATH, dtype=torch.int32, device=device)
     for row, route in enumerate(routes):
         paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
-    plan = pages.tree_plan(paths, tables, page, 12 * page, group, dim, dtype.itemsize)
+    plan = pages.tree_plan(paths, tables, page, PAGES * page, group, dim, dtype.itemsize)
     bases = torch.tensor(lengths, dtype=torch.int32, device=device)
     pages.set_base(plan, bases, pages.block_length(dim, dtype.itemsize))
     where = [n - 1 + len(route) for n in lengths for route in routes]
@@ -107,7 +110,7 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     for seq, n in enumerate(lengths):
         for row, route in enumerate(routes):
             straight = _straightened(pools, tables[seq], page, n, route)
-            one = pages.plan_pages([pages.PageLane(0, [0])], group, tables[seq : seq + 1], page, 12)
+            one = pages.plan_pages([pages.PageLane(0, [0])], group, tables[seq : seq + 1], page, PAGES)
             at = torch.tensor([n - 1 + len(route)], dtype=torch.int32, device=device)
             place = seq * rows + row
             wrong += not torch.equal(_attend(q[place : place + 1], straight, at, one, device)[0], out[place])

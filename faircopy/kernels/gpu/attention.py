@@ -1,7 +1,8 @@
-"""Attention of ragged queries over paged keys, in key blocks that begin at fixed positions.
+"""Attention of ragged queries over paged keys, in spans and blocks of keys that begin at fixed positions.
 
-A row's blocks are computed one by one and merged in ascending order, always by the same arithmetic; whether one program
-walks over all of them or many programs take one each changes no bit. A block past a row's position leaves it untouched.
+A span's blocks extend one running softmax in ascending order; the spans' results are merged in ascending order. Whether
+one program walks over all spans or many programs take some each changes no bit, and a block past a row's position
+leaves the row untouched.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
-from faircopy.kernels.gpu.pages import END, PATH, PagePlan, block_length
+from faircopy.kernels.gpu.pages import END, PATH, SPAN, PagePlan, block_length
 
-PARTS_LIMIT = 256 << 20  # bytes of block results held outside registers at most
+PARTS_LIMIT = 256 << 20  # bytes of spans' states held outside registers at most
 
 
 @triton.jit
 def _merge(m, total, acc, m_new, total_new, acc_new):
-    """Running maximum, sum and output, and a later block's: exact for a block that saw nothing."""
+    """The states of the spans so far and of a later one: maximum, sum and output. Exact for a span that saw nothing."""
     top = tl.maximum(m, m_new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - safe), tl.exp2(m_new - safe)
@@ -30,12 +31,12 @@ def _merge(m, total, acc, m_new, total_new, acc_new):
 
 
 @triton.jit
-def _block(
-    query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
+def _extend(
+    m, total, acc, query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
     KV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: its maximum, sum and output per row."""
+    """One more block of a span's keys: its running maximum, sum and output per row."""
     at = block * BN + tl.arange(0, BN)
     last = tl.max(position, 0)
     index = at
@@ -58,12 +59,14 @@ def _block(
     if WINDOWED:
         visible &= at[None, :] > position[:, None] - window
     scores = tl.where(visible, scores, float("-inf"))
-    m = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(value.dtype)
+    top = tl.maximum(m, tl.max(scores, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old = tl.exp2(m - safe)
+    p = tl.exp2(scores - safe[:, None]).to(value.dtype)
     # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
     ones = tl.full((BN, 16), 1.0, value.dtype)
-    total = tl.max(tl.dot(p, ones, input_precision=precision), 1)
-    return m, total, tl.dot(p, value, input_precision=precision)
+    added = tl.max(tl.dot(p, ones, input_precision=precision), 1)
+    return top, tl.fma(total, old, added), tl.dot(p, value, acc * old[:, None], input_precision=precision)
 
 
 @triton.jit
@@ -78,26 +81,42 @@ def _finish(m, total, acc, sinks, heads, inside, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _leave(m, total, acc, left, sums, line, dims, live, inside, D: tl.constexpr):
-    """Where the rows of a tile have come to, for their tails."""
-    tl.store(sums + line * 2, m, mask=live)
-    tl.store(sums + line * 2 + 1, total, mask=live)
-    tl.store(left + line[:, None] * D + dims[None, :], acc, mask=inside)
+def _put(m, total, acc, states, sums, place, dims, live, inside, D: tl.constexpr):
+    """Store the states of a tile's rows."""
+    tl.store(sums + place * 2, m, mask=live)
+    tl.store(sums + place * 2 + 1, total, mask=live)
+    tl.store(states + place[:, None] * D + dims[None, :], acc, mask=inside)
+
+
+@triton.jit
+def _get(states, sums, place, dims, live, inside, D: tl.constexpr):
+    """The states of a tile's rows that other programs have stored."""
+    m = tl.load(sums + place * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(sums + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+    where = states + place[:, None] * D + dims[None, :]
+    return m, total, tl.load(where, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _empty(BM: tl.constexpr, DP: tl.constexpr):
+    """The state of rows that have seen no key."""
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    return m, tl.zeros((BM,), tl.float32), tl.zeros((BM, DP), tl.float32)
 
 
 @launched
-@triton.jit(do_not_specialize=["window", "width", "blocks", "splits", "even"])
+@triton.jit(do_not_specialize=["window", "width", "blocks", "spans", "splits", "even"])
 def _attend(
     q, keys, values, out, parts, stats, left, sums, counters, rows, ranges, seqs, tables, bases, paths, positions,
-    sinks, scale, cap, window, width, blocks, splits, even,
+    sinks, scale, cap, window, width, blocks, spans, splits, even,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, LEAVES: tl.constexpr, TAIL: tl.constexpr,
-    PRECISE: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BLOCKS: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, LEAVES: tl.constexpr,
+    TAIL: tl.constexpr, PRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, key head, split). Without SPLIT: all blocks, merged as they come. With it: every splits-th
-    block goes to `parts`, and the program that arrives last merges them. LEAVES: tiles that end early leave their
-    state in `left` and `sums`; a TAIL goes on from there."""
+    """Program (tile, key head, split). Without SPLIT: all spans, merged as they come. With it: every splits-th span
+    goes to `parts`, and the program that arrives last merges them. LEAVES: tiles that end early leave two states in
+    `left` and `sums`, of the spans before the last and of the last; a TAIL goes on from there."""
     GROUP: tl.constexpr = HEADS // KV
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     places = tl.arange(0, BM)
@@ -121,59 +140,59 @@ def _attend(
     path = paths
     inside = live[:, None] & (dims[None, :] < D)
     line = row.to(tl.int64) * HEADS + heads
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, DP), tl.float32)
+    m, total, acc = _empty(BM, DP)
+    m_span, total_span, acc_span = _empty(BM, DP)
+    low, high = first // BLOCKS, (stop + BLOCKS - 1) // BLOCKS
     if TAIL:
         base = tl.load(bases + tile)
         path = paths + tile * LAST
         if tl.load(ranges + 2 * tile) > 0:
-            m = tl.load(sums + line * 2, mask=live, other=float("-inf"))
-            total = tl.load(sums + line * 2 + 1, mask=live, other=0.0)
-            acc = tl.load(left + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    elif first + split >= stop:
+            m, total, acc = _get(left, sums, 2 * line, dims, live, inside, D)
+            m_span, total_span, acc_span = _get(left, sums, 2 * line + 1, dims, live, inside, D)
+    elif low + split >= high:
         if LEAVES:  # noqa: SIM102
             if (end < END_) & (split == 0):
-                _leave(m, total, acc, left, sums, line, dims, live, inside, D)
+                _put(m, total, acc, left, sums, 2 * line, dims, live, inside, D)
+                _put(m, total, acc, left, sums, 2 * line + 1, dims, live, inside, D)
         return
     query = tl.load(q + line[:, None] * D + dims[None, :], mask=inside, other=0.0)
     if not SPLIT:
         for block in range(first, stop):
-            m_new, total_new, acc_new = _block(
-                query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
-                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
+            if block % BLOCKS == 0:
+                m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span)
+                m_span, total_span, acc_span = _empty(BM, DP)
+            m_span, total_span, acc_span = _extend(
+                m_span, total_span, acc_span, query, keys, values, table, path, base, block, position, dims, head,
+                scale, cap, window, KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
             )  # fmt: skip
-            m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
     else:
-        for block in range(first + split, stop, splits):
-            m_new, total_new, acc_new = _block(
-                query, keys, values, table, path, base, block, position, dims, head, scale, cap, window,
-                KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
-            )  # fmt: skip
-            place = line * blocks + block
-            tl.store(stats + place * 2, m_new, mask=live)
-            tl.store(stats + place * 2 + 1, total_new, mask=live)
-            tl.store(parts + place[:, None] * D + dims[None, :], acc_new, mask=inside)
+        for span in range(low + split, high, splits):
+            m_span, total_span, acc_span = _empty(BM, DP)
+            for block in range(tl.maximum(first, span * BLOCKS), tl.minimum(stop, (span + 1) * BLOCKS)):
+                m_span, total_span, acc_span = _extend(
+                    m_span, total_span, acc_span, query, keys, values, table, path, base, block, position, dims, head,
+                    scale, cap, window, KV, D, BN, PAGE, LAST, CAPPED, WINDOWED, TAIL, PRECISE,
+                )  # fmt: skip
+            _put(m_span, total_span, acc_span, parts, stats, line * spans + span, dims, live, inside, D)
         tl.debug_barrier()
         counter = counters + tile * KV + head
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived < tl.minimum(stop - first, splits) - 1:
+        if arrived < tl.minimum(high - low, splits) - 1:
             return
         tl.store(counter, 0)
-        for start in range(first, stop, 4):
+        m_span, total_span, acc_span = _get(parts, stats, line * spans + high - 1, dims, live, inside, D)
+        for start in range(low, high - 1, 4):
             for n in tl.static_range(4):  # four at once: the loads do not wait for each other
-                block = start + n
-                place = line * blocks + block
-                here = live & (block < stop)
-                m_new = tl.load(stats + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
-                total_new = tl.load(stats + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
-                where = parts + place[:, None] * D + dims[None, :]
-                acc_new = tl.load(where, mask=inside & (block < stop), other=0.0, cache_modifier=".cg")
+                here = start + n < high - 1
+                place = line * spans + start + n
+                m_new, total_new, acc_new = _get(parts, stats, place, dims, live & here, inside & here, D)
                 m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new)
     if LEAVES:  # noqa: SIM102
         if end < END_:
-            _leave(m, total, acc, left, sums, line, dims, live, inside, D)
+            _put(m, total, acc, left, sums, 2 * line, dims, live, inside, D)
+            _put(m_span, total_span, acc_span, left, sums, 2 * line + 1, dims, live, inside, D)
             return
+    m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span)
     y = _finish(m, total, acc, sinks, heads, live, SINKS)
     tl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=inside)
 
@@ -199,16 +218,17 @@ def attend_pages(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: blocks side by side; None: as pays."""
+    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: spans side by side; None: as pays."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
     leaves = plan.tails is not None
-    left, sums = (torch.empty(rows * heads if leaves else 0, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    lines = 2 * rows * heads if leaves else 0
+    left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
     numbers = (positions, sinks, scale if softcap else scale * log2e, softcap, window)
     options_ = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
     if plan.rows.shape[0]:
-        splits = splits or _splits(plan, kv, rows * heads * d * 4, arrived.numel())
+        splits = splits or _splits(plan, kv, block_length(d, q.element_size()), rows * heads * d * 4, arrived.numel())
         _run(q, keys, values, out, left, sums, arrived, plan, numbers, splits, options_)
     if plan.tails is not None:
         _run(q, keys, values, out, left, sums, arrived, plan.tails, numbers, 1, options_)
@@ -222,15 +242,16 @@ def _run(
     """One launch: a plan's own tiles."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
     tiles, height = plan.rows.shape
-    lines = rows * heads * plan.blocks if splits > 1 else 0
-    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     bm, bn = power(height * (heads // kv), 16), block_length(d, q.element_size())
+    spans = -(-plan.blocks * bn // SPAN)
+    lines = rows * heads * spans if splits > 1 else 0
+    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, left, sums, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables,
-        plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, splits, plan.even,
+        plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, spans, splits, plan.even,
         HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=bn,
-        PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0, LEAVES=plan.tails is not None,
-        TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
+        BLOCKS=SPAN // bn, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0,
+        LEAVES=plan.tails is not None, TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
         **_launch(bm, bn, power(d, 16) * q.element_size(), splits, q.device), **options(q.device),
     )  # fmt: skip
 
@@ -241,12 +262,12 @@ def _launch(bm: int, bn: int, line_bytes: int, splits: int, device: torch.device
     return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, 3 if splits == 1 else 2))}
 
 
-def _splits(plan: PagePlan, kv: int, line_bytes: int, fill: int) -> int:
-    """How many programs share a tile's blocks: enough to fill the chip, as far as the results may be held."""
-    programs = plan.rows.shape[0] * kv
-    if programs >= fill or plan.blocks * line_bytes > PARTS_LIMIT:
+def _splits(plan: PagePlan, kv: int, block: int, line_bytes: int, fill: int) -> int:
+    """How many programs share a tile's spans: enough to fill the chip, as far as the states may be held."""
+    programs, spans = plan.rows.shape[0] * kv, -(-plan.blocks * block // SPAN)
+    if programs >= fill or spans * line_bytes > PARTS_LIMIT:
         return 1
-    return min(plan.blocks, power(-(-fill // programs)), 16)
+    return min(spans, power(-(-fill // programs)), 64)
 
 
 def attend_pages_twin(

@@ -22,6 +22,7 @@ TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
+SPAN = 512  # keys whose results are merged with those of other spans: part of the numbers' definition
 
 
 @dataclass(frozen=True, slots=True)
