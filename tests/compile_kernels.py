@@ -1,7 +1,8 @@
 """Compiles kernels for a GPU on a machine without one: the interpreter accepts code that the compiler refuses.
 
 python -m tests.compile_kernels FILE: FILE holds launches, one JSON object per line, as
-tests/test_gpu_compile.py records them.
+tests/test_gpu_compile.py records them. The kernels for Hopper alone, which have no interpreter, are compiled with the
+constants below.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from faircopy.kernels.gpu import flash, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -30,8 +35,43 @@ def compile_launch(launch: dict[str, Any]) -> None:
     triton.compile(ASTSource(kernel, signature, values), target=HOPPER, options=options)
 
 
+def described(height: int, depth: int) -> str:
+    """The type of a descriptor of bfloat16 tiles."""
+    shape = [height, depth]
+    return f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+
+
+POINTERS = {"q": "*bf16", "out": "*bf16", "parts": "*fp32", "stats": "*fp32", "scale": "fp32", "cap": "fp32"}
+PAGES = dict.fromkeys(("keys", "values"), described(32, 64))
+TABLES = ("counters", "rows", "ranges", "seqs", "tables", "positions")
+FLASH = {
+    "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
+    "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
+    "PARTS": True, "MULTIPLIERS": 2, "WARPS": 4, "PDL": True, "sinks": None,
+}  # fmt: skip
+STREAM = {
+    "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
+}  # fmt: skip
+HOPPER_ALONE = (
+    (flash._flash, FLASH, POINTERS | PAGES | dict.fromkeys(TABLES, "*i32"), {}),
+    (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
+)  # fmt: skip
+
+
+def compile_gluon(launcher: Any, constants: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> None:
+    """Numbers are 32-bit integers where no type is given."""
+    names = [param.name for param in launcher.kernel.params]
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    triton.compile(
+        GluonASTSource(launcher.kernel, signature, values), target=HOPPER, options={"num_warps": 4, **options}
+    )
+
+
 def main(file: str) -> int:
     failures = 0
+    for kernel in HOPPER_ALONE:
+        compile_gluon(*kernel)
     for line in Path(file).read_text().splitlines():
         launch = json.loads(line)
         try:

@@ -12,7 +12,7 @@ from faircopy.model.base import ModelShape
 
 FEW = 64  # rows up to which the fused decoder's products leave their groups of K to the reader
 ASIDE = 132 * 3 * 128 * 128 * 4  # what blocks of larger products put aside at most (kernels/gpu/linear.py)
-PROGRAMS = 264  # attention programs that fill a large GPU; fewer share a tile's keys and keep partial results
+COUNTERS = 4096  # two for each sequence and key head whose keys several programs may share (kernels/gpu/attention.py)
 PARTS_LIMIT = 256 << 20  # bytes of partial results at most (kernels/gpu/attention.py)
 SPAN = 512  # keys of a partial result (kernels/gpu/pages.py)
 
@@ -38,7 +38,7 @@ def partial_attention_bytes(shape: ModelShape, seqs: int, rows: int, context: in
     """On a GPU: results of spans of keys that several programs compute side by side (kernels/gpu/attention.py)."""
     keys = max((layer.kv_heads for layer in shape.layers), default=0)
     size = 4 * rows * shape.heads * -(-context // SPAN) * (shape.head_dim + 2)
-    return size if seqs * keys < PROGRAMS and size <= PARTS_LIMIT else 0
+    return size if 2 * seqs * keys <= COUNTERS and size <= PARTS_LIMIT else 0
 
 
 def _eager(shape: ModelShape) -> int:

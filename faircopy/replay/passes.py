@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.pages import PagePlan, TileList, block_length, tile_height
+from faircopy.kernels.gpu.pages import PagePlan, TileList, block_length, chain_height
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
@@ -147,7 +147,7 @@ class _PassGraph:
     ) -> None:
         self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
         line_bytes = max(shape.head_dim for shape in layout.layers) * layout.itemsize
-        self._heights = {shape.group: tile_height(shape.group, line_bytes) for shape in layout.layers}
+        self._heights = {shape.group: chain_height(shape.group, line_bytes, model.device) for shape in layout.layers}
         self._inputs = _Inputs(list(self._fields()), model.device)
         self._packed = self._pack()
         self._write(RowList(), [])

@@ -3,7 +3,7 @@ interpreter, by `faircopy bench kernels` on the GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pick, step, tables
-from faircopy.kernels.gpu.launch import INTERPRETED
+from faircopy.kernels.gpu.launch import INTERPRETED, hopper
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile
@@ -43,6 +43,7 @@ def checks() -> Iterator[Check]:
     yield "attention: rows do not know how many they are", _lonely
     yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
+    yield "attention: Hopper's kernel and the other", _both_kernels
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
     yield "pick: the same tokens", _pick
@@ -193,7 +194,7 @@ def _attention(device: torch.device, dtype: torch.dtype, kind: str) -> float:
 
 
 def _attend(scene: Scene, device: torch.device, splits: int | None, **options: Any) -> Tensor:
-    arrived = attention.counters(device).repeat(64)
+    arrived = attention.counters(device)
     return attention.attend_pages(**scene, arrived=arrived, scale=0.3, splits=splits, **options)
 
 
@@ -239,6 +240,48 @@ def _packed_bits(device: torch.device) -> float:
     scene["plan"] = packed_rows.plan(tables, page, PAGES * page, 64)
     packed = [_attend(scene, device, splits) for splits in (1, 2)]
     return float(sum(not torch.equal(a[kept], b) for a in whole for b in packed))
+
+
+CHUNKS = ((1, 6, 300, 40), (3, 650, 1100, 2100))  # queries and lengths of four sequences
+EVEN_LENGTHS = (40, 520, 1100, 5000)
+
+
+def _both_kernels(device: torch.device) -> float:
+    """The kernel that Hopper has alone, where this is one: long and short contexts, chunks of prompts beside them."""
+    if not hopper(device):
+        return 0.0
+    wrong = 0
+    for dim, group, dtype in ((128, 4, HALF), (64, 3, HALF), (128, 7, HALF), (128, 1, torch.float16)):
+        counts = [CHUNKS, *(((width,) * 4, EVEN_LENGTHS) for width in (1, 2, 6, 16))]
+        for scene in (_paged_scene(device, dtype, dim, group, *both) for both in counts):
+            sinks = _random(device, scene["q"].shape[1])
+            for given in ({}, {"window": 700}, {"softcap": 20.0}, {"sinks": sinks, "window": 100}):
+                results = [_attend(scene, device, splits, **given) for splits in (None, 1)]
+                wrong += not torch.equal(*results) or not results[0].isfinite().all()
+    return float(wrong)
+
+
+def _paged_scene(
+    device: torch.device, dtype: torch.dtype, dim: int, group: int, counts: Sequence[int], lengths: Sequence[int]
+) -> Scene:
+    """Sequences in pages that nothing was written to behind their last position."""
+    page, kv = 32, 2
+    width = -(-max(lengths) // page)
+    tables = torch.randperm(len(counts) * width, generator=torch.Generator().manual_seed(3)).int().view(len(counts), -1)
+    pools = [_random(device, tables.numel() * page, kv, dim, dtype=dtype, seed=s) for s in (1, 2)]
+    lanes: list[pages.PageLane] = []
+    positions: list[int] = []
+    for seq, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        lanes.append(pages.PageLane(seq, range(len(positions), len(positions) + count)))
+        positions += range(length - count, length)
+        behind = tables[seq].repeat_interleave(page)[length:] * page + torch.arange(length, width * page) % page
+        for pool in pools:
+            pool[behind.to(device)] = float("nan")
+    blocks = -(-width * page // pages.block_length(dim))
+    plan = pages.plan_pages(lanes, group, tables.to(device), page, blocks, dim * 2)
+    q = _random(device, len(positions), kv * group, dim, dtype=dtype)
+    where = torch.tensor(positions, dtype=torch.int32, device=device)
+    return {"q": q, "keys": pools[0], "values": pools[1], "positions": where, "plan": plan}
 
 
 def _tree_bits(device: torch.device) -> float:

@@ -89,7 +89,7 @@ PAGES = 24  # of a sequence: two spans of keys
 
 
 def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
-    """Captured trees: every row has the bits of its path laid out as a chain, at lengths around the end of a block and of a span."""
+    """Captured trees: every row has the bits of its path laid out as a chain, at lengths around the ends of blocks."""
     page, kv, group, dim, rows = 32, 2, 4, 64, 6
     lengths, parents = (3, 127, 129, 511, 512, 700), [-1, 0, 0, 1, 2, 4]
     size = len(lengths)
@@ -132,5 +132,5 @@ def _straightened(pools: list[Tensor], table: Tensor, page: int, n: int, route: 
 
 
 def _attend(q: Tensor, pools: list[Tensor], positions: Tensor, plan: Any, device: torch.device) -> Tensor:
-    arrived = attention.counters(device).repeat(64)
+    arrived = attention.counters(device)
     return attention.attend_pages(q.contiguous(), pools[0], pools[1], positions, plan, arrived, 0.3)

@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from faircopy.kernels.gpu import flash
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
 from faircopy.kernels.gpu.pages import END, PATH, SPAN, PagePlan, block_length
 
 PARTS_LIMIT = 256 << 20  # bytes of spans' states held outside registers at most
+COUNTERS = 4096  # two for each tile and key head that programs share
 
 
 @triton.jit
@@ -28,6 +30,13 @@ def _merge(m, total, acc, m_new, total_new, acc_new):
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - safe), tl.exp2(m_new - safe)
     return top, tl.fma(total, old, total_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
+
+
+@triton.jit
+def capped(scores, cap):
+    """cap * tanh(scores / cap), in units of log2(e)."""
+    turned = 1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0)
+    return cap * turned * 1.4426950408889634
 
 
 @triton.jit
@@ -51,18 +60,17 @@ def _extend(
     precision: tl.constexpr = "ieee" if PRECISE else "tf32"
     key = tl.load(keys + where, mask=inside, other=0.0)
     value = tl.load(values + where, mask=inside, other=0.0)
-    scores = tl.dot(query, key.T, input_precision=precision) * scale
+    scores = tl.dot(query, key.T, input_precision=precision)
     if CAPPED:
-        turned = 1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0)
-        scores = cap * turned * 1.4426950408889634
+        scores, scale = capped(scores * scale, cap), 1.0
     visible = at[None, :] <= position[:, None]
     if WINDOWED:
         visible &= at[None, :] > position[:, None] - window
     scores = tl.where(visible, scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, 1))
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old = tl.exp2(m - safe)
-    p = tl.exp2(scores - safe[:, None]).to(value.dtype)
+    p = tl.exp2(tl.fma(scores, scale, -safe[:, None])).to(value.dtype)
     # a reduction's order depends on how rows lie in the tile, a product's does not: sums are products with ones
     ones = tl.full((BN, 16), 1.0, value.dtype)
     added = tl.max(tl.dot(p, ones, input_precision=precision), 1)
@@ -201,8 +209,8 @@ END_ = tl.constexpr(END)
 
 
 def counters(device: torch.device) -> Tensor:
-    """How many programs of a tile have arrived: all zero between passes; one set per stream."""
-    return torch.zeros(2 * processors(device), dtype=torch.int32, device=device)
+    """How many programs of a tile and key head have arrived: all zero between passes; one set per stream."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def attend_pages(
@@ -218,26 +226,31 @@ def attend_pages(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D]. splits: spans side by side; None: as pays."""
+    """q [T, H, D] at `positions` against pools [S, Hkv, D] -> [T, H, D].
+
+    splits: programs side by side for a tile's spans; None: as pays, and where Hopper's kernel fits, that one.
+    """
     (rows, heads, d), kv = q.shape, keys.shape[1]
     leaves = plan.tails is not None
     lines = 2 * rows * heads if leaves else 0
     left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     out = torch.empty_like(q)
     log2e = 1.4426950408889634
-    numbers = (positions, sinks, scale if softcap else scale * log2e, softcap, window)
+    numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
     options_ = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
-    if plan.rows.shape[0]:
-        splits = splits or _splits(plan, kv, block_length(d, q.element_size()), rows * heads * d * 4, arrived.numel())
-        _run(q, keys, values, out, left, sums, arrived, plan, numbers, splits, options_)
+    if splits is None and plan.rows.shape[0] and flash.fits(q, plan, heads // kv):
+        flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, options_)
+    elif plan.rows.shape[0]:
+        splits = splits or _splits(q, plan, kv)
+        _run(q, keys, values, out, left, sums, positions, arrived, plan, numbers, splits, options_)
     if plan.tails is not None:
-        _run(q, keys, values, out, left, sums, arrived, plan.tails, numbers, 1, options_)
+        _run(q, keys, values, out, left, sums, positions, arrived, plan.tails, numbers, 1, options_)
     return out
 
 
 def _run(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, left: Tensor, sums: Tensor, arrived: Tensor, plan: PagePlan,
-    numbers: tuple[Any, ...], splits: int, given: dict[str, bool],
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, left: Tensor, sums: Tensor, positions: Tensor,
+    arrived: Tensor, plan: PagePlan, numbers: tuple[Any, ...], splits: int, given: dict[str, bool],
 ) -> None:  # fmt: skip
     """One launch: a plan's own tiles."""
     (rows, heads, d), kv = q.shape, keys.shape[1]
@@ -248,7 +261,7 @@ def _run(
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     _attend[(tiles, kv, splits)](
         q, keys, values, out, parts, stats, left, sums, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables,
-        plan.bases, plan.paths, *numbers, plan.tables.stride(0), plan.blocks, spans, splits, plan.even,
+        plan.bases, plan.paths, positions, *numbers, plan.tables.stride(0), plan.blocks, spans, splits, plan.even,
         HEADS=heads, KV=kv, D=d, DP=power(d, 16), Q=1 if plan.even else height, BM=bm, BN=bn,
         BLOCKS=SPAN // bn, PAGE=plan.page, LAST=PATH, SPLIT=splits > 1, EVEN=plan.even > 0,
         LEAVES=plan.tails is not None, TAIL=plan.bases is not None, PRECISE=q.dtype == torch.float32, **given,
@@ -262,10 +275,11 @@ def _launch(bm: int, bn: int, line_bytes: int, splits: int, device: torch.device
     return {"num_warps": 4 if bm < 64 else 8, "num_stages": max(1, min(fitting, 3 if splits == 1 else 2))}
 
 
-def _splits(plan: PagePlan, kv: int, block: int, line_bytes: int, fill: int) -> int:
+def _splits(q: Tensor, plan: PagePlan, kv: int) -> int:
     """How many programs share a tile's spans: enough to fill the chip, as far as the states may be held."""
-    programs, spans = plan.rows.shape[0] * kv, -(-plan.blocks * block // SPAN)
-    if programs >= fill or spans * line_bytes > PARTS_LIMIT:
+    spans = -(-plan.blocks * block_length(q.shape[2], q.element_size()) // SPAN)
+    programs, fill = plan.rows.shape[0] * kv, 2 * processors(q.device)
+    if programs >= fill or spans * q.numel() * 4 > PARTS_LIMIT:
         return 1
     return min(spans, power(-(-fill // programs)), 64)
 

@@ -122,6 +122,12 @@ def options(device: torch.device) -> dict[str, Any]:
 
 
 @cache
+def hopper(device: torch.device) -> bool:
+    """Whether kernels for Hopper alone run here."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def processors(device: torch.device) -> int:
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import power
+from faircopy.kernels.gpu.launch import hopper, power
 
-TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most
+TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
+HOPPER_TOKENS = 128  # for the kernel in flash.py
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
@@ -57,7 +58,8 @@ def plan_pages(
     lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, line_bytes: int = 0
 ) -> PagePlan:
     """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
-    tails, most = [lane for lane in lanes if len(lane.path)], tile_height(group, line_bytes)
+    tails = [lane for lane in lanes if len(lane.path)]
+    most = tile_height(group, line_bytes) if tails else chain_height(group, line_bytes, tables.device)
     plan = _cut([lane for lane in lanes if not len(lane.path)], most, tables, page, blocks)
     return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
 
@@ -87,6 +89,13 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
     """Rows of a tile at most: fewer where a query head takes many bytes, so that keys fit beside the queries."""
     tokens = TOKENS if line_bytes <= WIDE_LINE else TOKENS // 4
     return power(tokens // group + 1) // 2 or 1
+
+
+def chain_height(group: int, line_bytes: int, device: torch.device) -> int:
+    """Rows of a tile at most where there are no trees."""
+    if hopper(device) and line_bytes in (128, 256):
+        return tile_height(group) * HOPPER_TOKENS // TOKENS
+    return tile_height(group, line_bytes)
 
 
 def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:

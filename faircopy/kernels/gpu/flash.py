@@ -1,0 +1,527 @@
+"""Attention on Hopper: one warp copies pages into shared memory, the others multiply them on the tensor cores.
+
+The arithmetic and its order are those of `kernels/gpu/attention.py`, and so are the bits. Blocks share the keys by
+their number: each takes an equal stretch of (tile, key head, block), and only a tile that two blocks share leaves its
+spans' states in memory. Keys of earlier passes do not depend on the kernel before: the first are on their way while
+that kernel still runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
+from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block_length
+
+LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
+PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
+SLOTS = 4  # blocks of keys or values in shared memory
+TILES = 128  # whose rows a block looks at together when it finds its share
+_END = gl.constexpr(END)
+_NONE = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def _tile(
+    tile, rows, ranges, seqs, positions, window, blocks, even,
+    Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile's sequence, its first key block and the one after its last, its last and its lowest position."""
+    at = gl.arange(0, QP, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    if EVEN:
+        row = gl.where(at < even, tile * even + at, -1)
+        seq, first, end = tile, 0, _END
+    else:
+        row = gl.load(rows + tile * Q + at, mask=at < Q, other=-1)
+        seq, first, end = gl.load(seqs + tile), gl.load(ranges + 2 * tile), gl.load(ranges + 2 * tile + 1)
+    position = gl.load(positions + row, mask=row >= 0, other=-1)
+    last = gl.max(position, 0)
+    lowest = gl.min(gl.where(row >= 0, position, _END), 0)
+    if WINDOWED:
+        first = gl.maximum(first, gl.maximum(lowest - window + 1, 0) // BN)
+    stop = gl.minimum(gl.minimum(end, blocks), (last + BN) // BN)
+    return seq, first, gl.maximum(stop, first), last, lowest
+
+
+@gluon.jit
+def _counts(
+    begin, rows, ranges, positions, window, blocks, tiles, even,
+    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Key blocks of each of TILES tiles from `begin` on, times key heads."""
+    layout: gl.constexpr = gl.BlockedLayout([1, QP], [32, 1], [WARPS, 1], [1, 0])
+    tile = begin + gl.arange(0, TILES, gl.SliceLayout(1, layout))
+    at = gl.arange(0, QP, gl.SliceLayout(0, layout))
+    here = tile < tiles
+    if EVEN:
+        row = gl.where(here[:, None] & (at[None, :] < even), tile[:, None] * even + at[None, :], -1)
+    else:
+        row = gl.load(rows + tile[:, None] * Q + at[None, :], mask=here[:, None] & (at[None, :] < Q), other=-1)
+    position = gl.load(positions + row, mask=row >= 0, other=-1)
+    stop = gl.minimum(blocks, (gl.max(position, 1) + BN) // BN)
+    first = gl.zeros_like(stop)
+    if not EVEN:
+        first = gl.load(ranges + 2 * tile, mask=here, other=0)
+        stop = gl.minimum(stop, gl.load(ranges + 2 * tile + 1, mask=here, other=0))
+    if WINDOWED:
+        lowest = gl.min(gl.where(row >= 0, position, _END), 1)
+        first = gl.maximum(first, gl.maximum(lowest - window + 1, 0) // BN)
+    return gl.convert_layout(gl.maximum(stop - first, 0) * KV, gl.BlockedLayout([1], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def _share(
+    rows, ranges, positions, window, blocks, tiles, even,
+    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """This block's stretch of all key blocks: the tile and the key block of that tile (of all heads) where it begins,
+    how many come before it, and where it ends. Tiles are looked at TILES at a time."""
+    counts = _counts(
+        0, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+    )
+    total = gl.sum(counts, 0)
+    for begin in range(TILES, tiles, TILES):
+        more = _counts(
+            begin, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+        )
+        total += gl.sum(more, 0)
+    at = (gl.program_id(0) * total.to(gl.int64) // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1) * total.to(gl.int64) // gl.num_programs(0)).to(gl.int32)
+    passed = gl.associative_scan(counts, 0, _plus) <= at
+    tile, before = gl.sum(passed.to(gl.int32), 0), gl.sum(gl.where(passed, counts, 0), 0)
+    earlier = gl.sum(counts, 0)
+    for begin in range(TILES, tiles, TILES):
+        more = _counts(
+            begin, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+        )
+        passed = earlier + gl.associative_scan(more, 0, _plus) <= at
+        tile += gl.sum(passed.to(gl.int32), 0)
+        before += gl.sum(gl.where(passed, more, 0), 0)
+        earlier += gl.sum(more, 0)
+    return tile, at - before, at, end
+
+
+@gluon.jit
+def _capped(scores, cap):
+    turned = 1.0 - 2.0 / (gl.exp2(scores / cap * 2.8853900817779268) + 1.0)
+    return cap * turned * 1.4426950408889634
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _place(offset, count, first, BLOCKS: gl.constexpr):
+    """The key head and the key block `offset` blocks into a tile, moved up to where a span begins or a head ends."""
+    head, block = offset // count, first + offset % count
+    whole = (block + BLOCKS - 1) // BLOCKS * BLOCKS
+    return head, gl.where(block == first, first, gl.minimum(whole, first + count))
+
+
+@gluon.jit
+def _unit(block, first, stop, at, end, BLOCKS: gl.constexpr, PARTS: gl.constexpr):
+    """The block after the unit that begins here: a span, or the whole tile if all its spans begin in this stretch."""
+    upto = gl.minimum(stop, (block // BLOCKS + 1) * BLOCKS)
+    if PARTS:
+        final = gl.maximum((stop - 1) // BLOCKS * BLOCKS, first)
+        return gl.where((block == first) & (at + final - first < end), stop, upto)
+    else:  # noqa: RET505
+        return stop
+
+
+@gluon.jit
+def _copy_block(
+    pool, pages, table, block, last, head, count, full, empty,
+    D: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr,
+):  # fmt: skip
+    """Copy a block's keys or values into the next slot, page by page, in lines of LINE numbers."""
+    slot = count % SLOTS
+    per: gl.constexpr = BN // PAGE
+    mbarrier.wait(empty.index(slot), (count // SLOTS + 1) & 1)
+    mbarrier.expect(full.index(slot), BN * D * 2)
+    for n in gl.static_range(per):
+        page = gl.load(table + gl.minimum(block * per + n, last // PAGE))  # past the last page: any that is finite
+        for part in gl.static_range(D // LINE):
+            tma.async_copy_global_to_shared(
+                pool, [page * PAGE, head * D + part * LINE], full.index(slot),
+                pages.index((slot * (D // LINE) + part) * per + n),
+            )  # fmt: skip
+
+
+@gluon.jit
+def _copy(
+    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, even,
+    tile, offset, at, end,
+    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
+    PARTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: block after block of this stretch, as slots become free."""
+    count = 0
+    while at < end:
+        seq, first, stop, last, lowest = _tile(
+            tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
+        )
+        table = tables + seq.to(gl.int64) * width
+        while (at < end) & (offset < (stop - first) * KV):
+            head, block = _place(offset, stop - first, first, BLOCKS)
+            moved = block - first - offset % (stop - first)
+            if block < stop:
+                upto = _unit(block, first, stop, at + moved, end, BLOCKS, PARTS)
+                if at + moved < end:
+                    for b in range(block, upto):
+                        if PDL:  # noqa: SIM102
+                            if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
+                                gdc_wait()
+                        _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
+                        _copy_block(
+                            values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE
+                        )
+                        count += 2
+                moved += upto - block
+            offset += moved
+            at += moved
+        tile += 1
+        offset = 0
+
+
+@gluon.jit
+def _merge(m, total, acc, m_new, total_new, acc_new, COLUMN: gl.constexpr):
+    """As in attention.py. COLUMN: the layout of a number per row of the output."""
+    top = gl.maximum(m, m_new)
+    safe = gl.where(top == _NONE, 0.0, top)
+    old, new = gl.exp2(m - safe), gl.exp2(m_new - safe)
+    acc_new = acc_new * gl.convert_layout(new, COLUMN)[:, None]
+    return top, gl.fma(total, old, total_new * new), gl.fma(acc, gl.convert_layout(old, COLUMN)[:, None], acc_new)
+
+
+@gluon.jit
+def _empty(BM: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr, OUT: gl.constexpr):
+    """The state of rows that have seen no key."""
+    m = gl.full([BM], _NONE, gl.float32, ROW)
+    return m, gl.zeros([BM], gl.float32, ROW), gl.zeros([BM, D], gl.float32, OUT)
+
+
+@gluon.jit
+def _without(tile, block, last, BN: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Set the values behind the last position to zero: what lies there may not be finite."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    at = block * BN + gl.arange(0, BN, gl.SliceLayout(1, layout))
+    kept = gl.where((at <= last)[:, None], tile.load(layout), 0.0)
+    gl.thread_barrier()
+    tile.store(kept.to(tile.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _extend(
+    m, total, acc, query, tiles, ones, full, empty, count, block, final, position, lowest, last, scale, cap, window,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAPPED: gl.constexpr,
+    WINDOWED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As in attention.py: one more block of a span's keys, which lie in the next two slots."""
+    kind: gl.constexpr = query.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 16, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    key, value = count % SLOTS, (count + 1) % SLOTS
+    mbarrier.wait(full.index(key), (count // SLOTS) & 1)
+    scores = gl.zeros([BM, BN], gl.float32, SCORES)
+    scores = warpgroup_mma(query, tiles.index(key).permute((1, 0)), scores, use_acc=False)
+    mbarrier.arrive(empty.index(key), count=1)
+    if CAPPED:
+        scores, scale = _capped(scores * scale, cap), 1.0
+    if WINDOWED:
+        at = block * BN + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
+        seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
+        scores = gl.where(seen, scores, _NONE)
+    elif (block + 1) * BN > lowest + 1:
+        at = block * BN + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
+        scores = gl.where(at[None, :] <= position[:, None], scores, _NONE)
+    top = gl.maximum(m, gl.max(scores, 1) * scale)
+    safe = gl.where(top == _NONE, 0.0, top)
+    old = gl.exp2(m - safe)
+    p = gl.exp2(gl.fma(scores, scale, -safe[:, None])).to(kind)
+    p_out = gl.convert_layout(p, gl.DotOperandLayout(0, OUT, 2))
+    p_sum = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+    acc = acc * gl.convert_layout(old, gl.SliceLayout(1, OUT))[:, None]
+    mbarrier.wait(full.index(value), ((count + 1) // SLOTS) & 1)
+    if final & ((last + 1) % BN != 0):
+        _without(tiles.index(value), block, last, BN, D, WARPS)
+    added = warpgroup_mma(p_sum, ones, gl.zeros([BM, 16], gl.float32, SUMS), use_acc=False, is_async=True)
+    acc = warpgroup_mma(p_out, tiles.index(value), acc, is_async=True)
+    added, acc = warpgroup_mma_wait(0, deps=(added, acc))
+    mbarrier.arrive(empty.index(value), count=1)
+    return top, gl.fma(total, old, gl.convert_layout(gl.max(added, 1), ROW)), acc
+
+
+@gluon.jit
+def _finish(m, total, acc, out, sinks, row, line, heads, D: gl.constexpr, SINKS: gl.constexpr, COLUMN: gl.constexpr):
+    """As in attention.py: divide by the sum, and store. `line` has the output's layout, `row` and `heads` the sums'."""
+    if SINKS:
+        sink = gl.load(sinks + heads, mask=row >= 0, other=0.0).to(gl.float32) * 1.4426950408889634
+        one, none = gl.full_like(total, 1.0), gl.zeros_like(acc)
+        m, total, acc = _merge(m, total, acc, sink, one, none, COLUMN)
+    y = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), COLUMN)[:, None]
+    dims = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
+    gl.store(out + line[:, None] * D + dims[None, :], y.to(out.dtype.element_ty), mask=(line >= 0)[:, None])
+
+
+@gluon.jit
+def _put(m, total, acc, parts, stats, line, row_line, spans, span, D: gl.constexpr):
+    """Store a span's state."""
+    place, dims = line * spans + span, gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
+    gl.store(parts + place[:, None] * D + dims[None, :], acc, mask=(line >= 0)[:, None])
+    gl.store(stats + (row_line * spans + span) * 2, m, mask=row_line >= 0)
+    gl.store(stats + (row_line * spans + span) * 2 + 1, total, mask=row_line >= 0)
+
+
+@gluon.jit
+def _all_spans(
+    parts, stats, line, row_line, spans, low, high,
+    BM: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The states of all spans, merged in order."""
+    COLUMN: gl.constexpr = gl.SliceLayout(1, OUT)
+    dims = gl.arange(0, D, gl.SliceLayout(0, OUT))
+    m, total, acc = _empty(BM, D, ROW, OUT)
+    for span in range(low, high):
+        place, row_place = line * spans + span, (row_line * spans + span) * 2
+        m_new = gl.load(stats + row_place, mask=row_line >= 0, other=_NONE, cache_modifier=".cg")
+        total_new = gl.load(stats + row_place + 1, mask=row_line >= 0, other=0.0, cache_modifier=".cg")
+        where = parts + place[:, None] * D + dims[None, :]
+        acc_new = gl.load(where, mask=(line >= 0)[:, None], other=0.0, cache_modifier=".cg")
+        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, COLUMN)
+    return m, total, acc
+
+
+@gluon.jit
+def _rows(
+    tile, head, rows, even, PART: gl.constexpr, LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """The row, the head and the line (row and head) of each place of a tile's part; -1: none."""
+    GROUP: gl.constexpr = HEADS // KV
+    places = PART * BM + gl.arange(0, BM, LAYOUT)
+    token, heads = places // GROUP, head * GROUP + places % GROUP
+    if EVEN:
+        row = gl.where(token < even, tile * even + token, -1)
+    else:
+        row = gl.load(rows + tile * Q + token, mask=token < Q, other=-1)
+    return row, heads, gl.where(row >= 0, row.to(gl.int64) * HEADS + heads, -1)
+
+
+@gluon.jit
+def _query(
+    q, query, tile, head, rows, even, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, EVEN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring the queries of a tile's part into shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    _, _, line = _rows(tile, head, rows, even, PART, gl.SliceLayout(1, layout), HEADS, KV, Q, BM, EVEN)
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    lines = gl.load(q + line[:, None] * D + dims[None, :], mask=(line >= 0)[:, None], other=0.0)
+    gl.thread_barrier()  # the tile before has been multiplied
+    query.store(lines)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _multiply(
+    q, out, parts, stats, counters, query, tiles, ones, full, empty, rows, ranges, seqs, positions, sinks,
+    scale, cap, window, blocks, spans, even, tile, offset, at, end, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
+
+    BLOCKS: of a unit; SPAN: of a span.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    COLUMN: gl.constexpr = gl.SliceLayout(1, OUT)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = 0
+    while at < end:
+        _, first, stop, last, lowest = _tile(
+            tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, WARPS
+        )
+        while (at < end) & (offset < (stop - first) * KV):
+            head, block = _place(offset, stop - first, first, BLOCKS)
+            moved = block - first - offset % (stop - first)
+            if block < stop:
+                upto = _unit(block, first, stop, at + moved, end, BLOCKS, PARTS)
+                if at + moved < end:
+                    _query(q, query, tile, head, rows, even, PART, HEADS, KV, D, Q, BM, EVEN, WARPS)
+                    row, heads, row_line = _rows(tile, head, rows, even, PART, ROW, HEADS, KV, Q, BM, EVEN)
+                    line = gl.convert_layout(row_line, COLUMN)
+                    position = gl.load(positions + row, mask=row >= 0, other=-1)
+                    m, total, acc = _empty(BM, D, ROW, OUT)
+                    m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
+                    for b in range(block, upto):
+                        if b % SPAN == 0:
+                            m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                            m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
+                        m_span, total_span, acc_span = _extend(
+                            m_span, total_span, acc_span, query, tiles, ones, full, empty, count, b, b == stop - 1,
+                            position, lowest, last, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
+                        )  # fmt: skip
+                        count += 2
+                    whole = (block == first) & (upto == stop)
+                    if PARTS:
+                        if whole:
+                            m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
+                        else:
+                            _put(m_span, total_span, acc_span, parts, stats, line, row_line, spans, block // SPAN, D)
+                            low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+                            counter = counters + 2 * (tile * KV + head) + PART
+                            gl.thread_barrier()
+                            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
+                                gl.store(counter, 0)
+                                m, total, acc = _all_spans(
+                                    parts, stats, line, row_line, spans, low, high, BM, D, ROW, OUT
+                                )
+                                _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
+                    else:
+                        m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                        _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
+                moved += upto - block
+            offset += moved
+            at += moved
+        tile += 1
+        offset = 0
+
+
+@launched
+@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
+def _flash(
+    q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
+    scale, cap, window, width, blocks, spans, tiles, even,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
+    TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, MULTIPLIERS: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Each block takes the same share of all key blocks of all tiles and key heads."""
+    kind: gl.constexpr = keys.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
+    pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
+    slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
+    query = gl.allocate_shared_memory(kind, [MULTIPLIERS, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], kind))
+    ones = gl.allocate_shared_memory(kind, [BN, 16], gl.NVMMASharedLayout.get_default_for([BN, 16], kind))
+    ones.store(gl.full([BN, 16], 1.0, kind, gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])))
+    fence_async_shared()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=MULTIPLIERS)
+    tile, offset, at, end = _share(
+        rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+    )
+    if MULTIPLIERS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
+                    even, tile, offset, at, end, KV, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED, PARTS,
+                    PDL,
+                )),
+            ],
+            [1],
+            [56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                )),
+                (_multiply, (
+                    q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 1,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
+                    even, tile, offset, at, end, KV, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED, PARTS,
+                    PDL,
+                )),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+
+
+def fits(q: Tensor, plan: PagePlan, group: int) -> bool:
+    """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
+    chains = plan.tails is None and plan.bases is None
+    sizes = q.element_size() == 2 and q.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
+    return hopper(q.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, plan: PagePlan, arrived: Tensor,
+    limit: int, numbers: tuple[Any, ...], given: dict[str, bool],
+) -> None:  # fmt: skip
+    """One launch. limit: bytes of spans' states at most; where they would be more, no two blocks share a tile."""
+    (rows, heads, d), kv, (tiles, height) = q.shape, keys.shape[1], plan.rows.shape
+    bn, sinks, window = block_length(d, q.element_size()), numbers[0], numbers[3]
+    spans = -(-plan.blocks * bn // SPAN)
+    parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
+    lines = rows * heads * spans if parted else 0
+    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    units = tiles * kv * (spans if parted else 1)
+    _flash[(min(units, processors(q.device)),)](
+        q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, plan.ranges,
+        plan.seqs, plan.tables, positions, sinks, numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks,
+        spans, tiles, plan.even,
+        HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
+        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
+        EVEN=plan.even > 0, PARTS=parted, MULTIPLIERS=1 if height * (heads // kv) <= PLACES else 2, WARPS=4,
+        num_warps=4, **given, **options(q.device),
+    )  # fmt: skip
+
+
+def _pages(pool: Tensor, page: int) -> TensorDescriptor:
+    """Lines of a pool [S, Hkv, D], a page at a time."""
+    kind = gl.bfloat16 if pool.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([page, LINE], kind)
+    return TensorDescriptor.from_tensor(pool.view(pool.shape[0], -1), [page, LINE], layout)
