@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from faircopy.kernels.gpu import flash, stream
+from faircopy.kernels.gpu import flash, piped, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -52,7 +52,13 @@ FLASH = {
 STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
+PIPED = {
+    "BN": 256, "BK": 64, "STAGES": 4, "GROUPS": 2, "GATE": "none", "BIASED": False, "ROWS": 64, "ABREAST": 8,
+    "PDL": True, "bias": None,
+}  # fmt: skip
+PIPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128), "stash": "*fp32"}
 HOPPER_ALONE = (
+    (piped._piped, PIPED, PIPES, {}),
     (flash._flash, FLASH, POINTERS | PAGES | dict.fromkeys(TABLES, "*i32"), {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip

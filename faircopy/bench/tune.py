@@ -17,7 +17,7 @@ from torch import Tensor
 
 from faircopy.bench.timing import graph_ms
 from faircopy.kernels.gpu import tables
-from faircopy.kernels.gpu.launch import compiled_ahead
+from faircopy.kernels.gpu.launch import compiled_ahead, hopper
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.tables import STREAMED, Tile, as_entry
 from faircopy.kernels.groups import group_count
@@ -44,14 +44,16 @@ _WIDE = [
     Tile(128, 128, 64, 8, 3, wide=True, high=3),
     Tile(128, 256, 64, 8, 3, wide=True),
 ]
+_PIPED = [Tile(128, 256, 64, 4, 4, wide=True, piped=True), Tile(128, 128, 64, 4, 6, wide=True, piped=True)]
 
 
 def candidates(rows: int, groups: int) -> list[Tile]:
     """Tiles worth trying for this many rows; narrow ones for devices that do not stream few rows."""
     if rows <= STREAMED:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
-    fitting = [tile for tile in _WIDE if _waste(tile, rows) < 1.5]
-    return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART]
+    known = _WIDE + (_PIPED if hopper(torch.device("cuda")) else [])
+    fitting = [tile for tile in known if _waste(tile, rows) < 1.5]
+    return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART and not tile.piped]
 
 
 def _waste(tile: Tile, rows: int) -> float:
@@ -137,8 +139,9 @@ def fit(records: Iterable[dict[str, Any]]) -> list[list[float]]:
         outputs, inner = record["shape"]
         groups = 1 if record["gated"] else group_count(inner, outputs)
         for *entry, us in record["tiles"]:
-            rounds, steps = tables.work(tables.as_tile(entry), record["rows"], outputs, inner, groups)
-            samples.setdefault((*entry, groups > 1), []).append((rounds / us, rounds * steps / us, 1.0))
+            tile = tables.as_tile(entry)
+            rounds, steps = tables.work(tile, record["rows"], outputs, inner, groups)
+            samples.setdefault((*as_entry(tile), groups > 1), []).append((rounds / us, rounds * steps / us, 1.0))
     rule = []
     for entry, rows in samples.items():
         system = torch.tensor(rows, dtype=torch.float64)

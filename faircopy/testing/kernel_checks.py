@@ -4,6 +4,7 @@ interpreter, by `faircopy bench kernels` on the GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def checks() -> Iterator[Check]:
     yield "attention: Hopper's kernel and the other", _both_kernels
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
+    yield "linear: piped and not", _pipes
     yield "pick: the same tokens", _pick
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
@@ -319,6 +321,25 @@ def _companies(device: torch.device) -> float:
         done = parts[0] if len(parts) == 1 else linear.add_parts(parts, HALF)
         wrong += not torch.equal(done, whole)
     wrong += sum(not torch.equal(gating.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
+    return float(wrong)
+
+
+def _pipes(device: torch.device) -> float:
+    """Products whose copies run ahead of them, where the device has them, and the others: the same bits."""
+    if not hopper(device):
+        return 0.0
+    wrong, plain = 0, Tile(128, 128, 64, 8, 3, wide=True)
+    kinds = [Tile(128, 256, 64, 4, 4, wide=True, piped=True), Tile(128, 128, 64, 4, 6, wide=True, piped=True)]
+    for tile, groups, outputs in product(kinds, (1, 2, 4), (200, 1536)):
+        w, x = _random(device, outputs, 2048, dtype=HALF), _random(device, 1000, 2048, dtype=HALF)
+        layer = linear.Linear(w, _random(device, outputs, dtype=HALF) if groups == 2 else None, groups=groups)
+        for rows in (70, 128, 300, 1000):
+            few = x[:rows].contiguous()
+            wrong += not torch.equal(layer.run(few, tile), layer.run(few, plain))
+        gating = linear.Linear.gating(w)
+        wrong += sum(
+            not torch.equal(gating.run(x, tile, kind), gating.run(x, plain, kind)) for kind in ("silu", "gelu")
+        )
     return float(wrong)
 
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
+from faircopy.kernels.gpu.launch import TRY_NEW, hopper, launched, options, power, processors
 from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block_length
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
@@ -494,7 +494,7 @@ def fits(q: Tensor, plan: PagePlan, group: int) -> bool:
     """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
     chains = plan.tails is None and plan.bases is None
     sizes = q.element_size() == 2 and q.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
-    return hopper(q.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
+    return TRY_NEW and hopper(q.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
 
 
 def attend(

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
-from faircopy.kernels.gpu import stream, tables
+from faircopy.kernels.gpu import piped, stream, tables
 from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
 from faircopy.kernels.gpu.tables import Tile
@@ -265,7 +265,7 @@ class Linear:
         self.outputs, self.inner = weight.shape
         self.groups = group_count(self.inner, self.outputs) if groups is None else groups
         self.plan = tables.plan(weight.device, self.outputs, self.inner, weight.dtype)
-        self._descriptors: dict[tuple[int, int, bool], Any] = {}
+        self._descriptors: dict[tuple[int, int, Any], Any] = {}
 
     @classmethod
     def gating(cls, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> Linear:
@@ -310,13 +310,19 @@ class Linear:
 
     def run(self, x: Tensor, t: Tile, gate: str = "none", kind: torch.dtype | None = None) -> Tensor:
         """[P, M, N or N / 2] by this tile. kind: of a finished product, if not the type of x."""
-        parts = self.groups if not t.wide or t.apart else 1
         outputs = self.outputs if gate == "none" else self.outputs // 2
+        if t.piped and ((kind or x.dtype) != x.dtype or outputs % 8 or self.inner // self.groups % t.bk):
+            t = tables.default_tile(x.shape[0], wide=True)
+        parts = self.groups if not t.wide or t.apart else 1
         made = (kind or x.dtype) if parts == 1 else torch.float32
         out = torch.empty(parts, x.shape[0], outputs, dtype=made, device=x.device)
         more = options(x.device)
         if t.streamed:
-            stream.stream(self._descriptor(t, stream.descriptor), self.bias, x, out, t, gate, more)
+            stream.stream(self._descriptor(t.bn, t.bk, stream.descriptor), self.bias, x, out, t, gate, more)
+            return out
+        if t.piped:
+            weight = self._descriptor(t.bn // 2, t.bk, stream.descriptor)
+            piped.piped(weight, self.bias, x, out[0], t, self.groups, gate, more)
             return out
         common = {
             "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,
@@ -345,15 +351,15 @@ class Linear:
         copied = len(out) == 1 and out.dtype == x.dtype and out.shape[2] % 8 == 0
         target = _tiles(out[0], t.bm, t.bn * out.shape[2] // self.outputs) if copied else out
         _wide[(grid,)](
-            source, self._descriptor(t, _tiles), self.bias, target, stash, rows, self.outputs,
+            source, self._descriptor(t.bn, t.bk, _tiles), self.bias, target, stash, rows, self.outputs,
             self.inner // self.groups, grid, HIGH=t.high, ABREAST=8, GROUPS=self.groups, APART=t.apart, COPIED=copied,
             **common,
         )  # fmt: skip
 
-    def _descriptor(self, t: Tile, make: Callable[[Tensor, int, int], Any]) -> Any:
-        key = (t.bn, t.bk, t.streamed)
+    def _descriptor(self, height: int, depth: int, make: Callable[[Tensor, int, int], Any]) -> Any:
+        key = (height, depth, make)
         if key not in self._descriptors:
-            self._descriptors[key] = make(self.weight, t.bn, t.bk)
+            self._descriptors[key] = make(self.weight, height, depth)
         return self._descriptors[key]
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import hopper, power
+from faircopy.kernels.gpu.launch import TRY_NEW, hopper, power
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
@@ -93,7 +93,7 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
 
 def chain_height(group: int, line_bytes: int, device: torch.device) -> int:
     """Rows of a tile at most where there are no trees."""
-    if hopper(device) and line_bytes in (128, 256):
+    if TRY_NEW and hopper(device) and line_bytes in (128, 256):
         return tile_height(group) * HOPPER_TOKENS // TOKENS
     return tile_height(group, line_bytes)
 

@@ -35,7 +35,8 @@ class Tile:
     resident: int = 1  # blocks per processor of that grid
     high: int = 1  # tiles of rows that share a tile of weights, up to three
     apart: bool = False  # groups of K are tiles of their own too
-    streamed: bool = False  # a warp of its own copies (kernels/gpu/stream.py); as high as there are rows
+    piped: bool = False  # a warp of its own copies (kernels/gpu/piped.py)
+    streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
 
     @property
     def possible(self) -> bool:
@@ -176,8 +177,8 @@ def as_rule(rows: Iterable[Sequence[float]]) -> Rule:
 
 def as_tile(values: Sequence[float]) -> Tile:
     """A tile from a table's row."""
-    bm, bn, bk, warps, stages, wide, resident, high, apart = map(int, values)
-    return Tile(bm, bn, bk, warps, stages, bool(wide), resident, high, bool(apart))
+    bm, bn, bk, warps, stages, wide, resident, high, *flags = map(int, values)
+    return Tile(bm, bn, bk, warps, stages, bool(wide), resident, high, *map(bool, flags))
 
 
 @cache
