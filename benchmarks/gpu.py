@@ -1,6 +1,7 @@
 """Everything about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
 
-python -m benchmarks.gpu --out FOLDER [--parts kernels steps exact speed sampling transformers] [--minutes 8] [--small]
+python -m benchmarks.gpu --out FOLDER [--parts kernels steps long exact speed sampling transformers] [--minutes 8]
+    [--small]
 
 Results are written as they come, one JSON file per part. --small runs the whole script on tiny shapes, on any device.
 """
@@ -103,6 +104,12 @@ def steps(session: Session) -> Rows:
     from faircopy.bench.steps import rows
 
     return rows(names=tuple(session.args.shapes), late=lambda: session.late)
+
+
+def long(session: Session) -> Rows:
+    from faircopy.bench.steps import rows
+
+    return rows(names=tuple(session.args.shapes), late=lambda: session.late, long=True, sweep=True)
 
 
 def params(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
@@ -356,6 +363,7 @@ def generated(session: Session, model: Any, batch: int, tokens: int, **options: 
 PARTS = {
     "kernels": kernels,
     "steps": steps,
+    "long": long,
     "exact": exact,
     "speed": speed,
     "sampling": sampling,

@@ -57,12 +57,18 @@ def _library_us(layers: list[Linear], x: torch.Tensor) -> float:
     return graph_ms(lambda: [x @ layer.weight.T for layer in layers], 5) / len(layers) * 1e3
 
 
-def attention_rows(rate: float, context: int = 512) -> Iterator[dict[str, Any]]:
+SCENES = (
+    (1, 1, 512), (8, 1, 512), (8, 6, 512), (32, 6, 512), (64, 6, 512),
+    (1, 1, 8192), (8, 6, 8192), (1, 1, 32768), (1, 6, 32768), (8, 6, 32768),
+)  # fmt: skip  # batch, rows per sequence, context
+
+
+def attention_rows(rate: float) -> Iterator[dict[str, Any]]:
     """Microseconds of one layer's attention against reading its keys and values once."""
     for name in PAIR:
         c = SHAPES[name]
         heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-        for batch, rows in ((1, 1), (8, 1), (8, 6), (32, 6), (64, 6)):
+        for batch, rows, context in SCENES:
             scenes = [_scene(batch, rows, heads, kv, dim, context) for _ in range(_copies(batch, context, kv, dim))]
             floor = 4 * batch * context * kv * dim / rate * 1e6
             yield {

@@ -102,7 +102,7 @@ class HeadDrafter(Drafter):
         kept = CachedRows(head.layers, head.dtype, head.device, head.vocab)
         for batch, rows in REHEARSED if head.layers else ():
             if rows < head.context:
-                layout, packed = scene(kept, batch, rows, rows, first=True)
+                layout, packed = scene(kept, batch, rows, rows, prompt=True)
                 states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
                 head.read(states, packed.ids[None], self._rows(packed, layout))
 

@@ -51,9 +51,12 @@ class CachedRows:
 
 
 def scene(
-    model: Model | CachedRows, batch: int, rows: int, context: int, first: bool = False
+    model: Model | CachedRows, batch: int, rows: int, context: int, prompt: bool = False
 ) -> tuple[PagedLayout, Packed]:
-    """A layout filled with noise and a pass of `rows` rows for each sequence at this context."""
+    """A layout filled with noise and a pass of `rows` rows for each sequence at this context.
+
+    prompt: the rows are the last of the context, all fed at once; else its last token and nodes behind it.
+    """
     tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)
     for layer in range(len(model.layers)):
@@ -61,8 +64,8 @@ def scene(
             pool.normal_()
     seqs = [_sequence(n, context, tables, context + rows, min(1000, model.vocab)) for n in range(batch)]
     for seq in seqs:
-        layout.set_cached(seq, 0 if first else context - 1)
-    nodes = [[] if first else [n % model.vocab for n in range(1, rows)] for _ in seqs]
+        layout.set_cached(seq, context - (rows if prompt else 1))
+    nodes = [[] if prompt else [n % model.vocab for n in range(1, rows)] for _ in seqs]
     lengths = [len(chain) for chain in nodes]
     return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
 

@@ -129,13 +129,16 @@ def steps(
     out: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmarks/results/gpu-steps.json"),
     shape: Annotated[list[str] | None, typer.Option(help=SHAPES)] = None,
     context: Annotated[int, typer.Option(help="Tokens each sequence has.", min=1)] = 512,
+    long: Annotated[bool, typer.Option("--long", help="Contexts of 8k and 32k, and a prompt of 32k, instead.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Passes of 16, 32, ... 512 rows instead.")] = False,
 ) -> None:
     """On a GPU: one pass by batch and rows per sequence, exact and on cuBLAS, against the floor; reading prompts."""
     needs_gpu()
     from faircopy.bench.steps import rows
 
     names = _shapes(shape)
-    _collect(out, {"shapes": names, "context": context}, rows(context, names))
+    settings = {"shapes": names, "context": context, "long": long, "sweep": sweep}
+    _collect(out, settings, rows(context, names, long=long, sweep=sweep))
 
 
 def needs_gpu() -> None:
