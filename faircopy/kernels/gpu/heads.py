@@ -43,15 +43,12 @@ def _place(
     heads = tl.program_id(1) * HB + tl.arange(0, HB)
     dims = tl.arange(0, DP)
     inside = (heads[:, None] < HEADS + 2 * KV) & (dims[None, :] < D)
-    begin(PDL)
-    x = _read(parts, row, rows, heads, dims, inside, WIDTH, D, PARTS, kind)
     turns = heads < HEADS + KV
-    scale = tl.full((HB,), 1.0, tl.float32)
+    turning = inside & turns[:, None]
+    # all but the product was there before it began: it is read while the product still runs
+    slot = tl.load(slots + row).to(tl.int64)
     if NORMED:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-        scale = tl.where(turns, scale, 1.0)
-        weight = tl.load(norm + heads[:, None] * D + dims[None, :], mask=inside & turns[:, None], other=1.0)
-        x = (x * scale[:, None] * weight.to(tl.float32)).to(kind).to(tl.float32)
+        weight = tl.load(norm + heads[:, None] * D + dims[None, :], mask=turning, other=1.0).to(tl.float32)
     if ROTARY:
         # each dimension's partner: half a rotation away, or its neighbour
         if INTERLEAVED:
@@ -65,16 +62,24 @@ def _place(
         rotated = dims < 2 * HALF
         partner = tl.where(rotated, partner, dims)
         angle = tl.where(rotated, angle, 0)
-        other = _read(parts, row, rows, heads, partner, inside, WIDTH, D, PARTS, kind)
-        if NORMED:
-            weight = tl.load(norm + heads[:, None] * D + partner[None, :], mask=inside & turns[:, None], other=1.0)
-            other = (other * scale[:, None] * weight.to(tl.float32)).to(kind).to(tl.float32)
         position = tl.minimum(tl.maximum(tl.load(positions + row), 0), context - 1).to(tl.int64)
         cos = tl.load(table + position * 2 * HALF + angle).to(tl.float32)[None, :]
         sin = tl.load(table + position * 2 * HALF + HALF + angle).to(tl.float32)[None, :]
+        if NORMED:
+            other_weight = tl.load(norm + heads[:, None] * D + partner[None, :], mask=turning, other=1.0)
+    begin(PDL)
+    x = _read(parts, row, rows, heads, dims, inside, WIDTH, D, PARTS, kind)
+    scale = tl.full((HB,), 1.0, tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+        scale = tl.where(turns, scale, 1.0)
+        x = (x * scale[:, None] * weight).to(kind).to(tl.float32)
+    if ROTARY:
+        other = _read(parts, row, rows, heads, partner, inside, WIDTH, D, PARTS, kind)
+        if NORMED:
+            other = (other * scale[:, None] * other_weight.to(tl.float32)).to(kind).to(tl.float32)
         turned = tl.fma(other, sin * sign[None, :], x * cos)
         x = tl.where(rotated[None, :] & turns[:, None], turned, x)
-    slot = tl.load(slots + row).to(tl.int64)
     tl.store(q + (row * HEADS + heads[:, None]) * D + dims[None, :], x.to(kind), mask=inside & (heads[:, None] < HEADS))
     stored = _finite(x.to(kind).to(tl.float32)).to(keys.dtype.element_ty)
     key, value = heads - HEADS, heads - HEADS - KV
