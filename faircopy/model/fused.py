@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear, SharedLinear
-from faircopy.kernels.gpu.suite import Suite
+from faircopy.kernels.gpu.seam import Seam, few
+from faircopy.kernels.gpu.suite import KERNELS, Suite
 from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
@@ -37,7 +38,7 @@ class PartsProduct(Protocol):
     """A product whose parts the reader may add."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
-    def parts(self, x: Tensor) -> Tensor: ...
+    def parts(self, x: Tensor | Seam) -> Tensor: ...
 
 
 def fused_weights(source: Source) -> Weights[PartsProduct]:
@@ -58,6 +59,18 @@ def fused_weights(source: Source) -> Weights[PartsProduct]:
 
     products: Products[PartsProduct] = Products(linear, gated, shared)
     return Weights(source, products)
+
+
+def between(suite: Suite, x: Tensor, parts: Tensor, *more: Any) -> Tensor | Seam:
+    """See Suite.add_norm: done now, or, for few rows, left to the next product."""
+    if suite is KERNELS and few(x):
+        return Seam(x, parts, *more, *(None,) * (5 - len(more)))
+    return suite.add_norm(x, parts, *more)
+
+
+def stream_of(rows: Tensor | Seam, x: Tensor) -> Tensor:
+    """The residual stream, once a product has read these rows."""
+    return rows.x if isinstance(rows, Seam) else x
 
 
 class Fused:
@@ -94,25 +107,23 @@ class Fused:
         """The last layer's normalised output of every row [T, hidden]."""
         s, w, layers = self.spec, self.weights, self.weights.layers
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
+        y: Tensor | Seam
         x, y = suite.embed_norm(*self._embedded(packed.ids), layers[0].before_attention, self._multiplier, s.eps)
         for i, layer in enumerate(layers):
             if taps is not None:
                 taps(i, x, copy=True)  # the stream is added to in place
             last = i == len(layers) - 1
             out = self._heads(i, y, packed, cache, suite)
+            x = stream_of(y, x)
             parts = layer.out.parts(out.view(packed.size, -1))
-            y = suite.add_norm(
-                x,
-                parts,
-                layer.before_mlp,
-                s.eps,
-                layer.after_attention,
-                s.residual_multiplier,
-                healthy if last else None,
-            )
+            watched = healthy if last else None
+            y = between(suite, x, parts, layer.before_mlp, s.eps, layer.after_attention, s.residual_multiplier, watched)
             parts = layer.down.parts(layer.gate_up(y))
+            x = stream_of(y, x)
             after = w.norm if last else layers[i + 1].before_attention
-            y = suite.add_norm(x, parts, after, s.eps, layer.after_mlp, s.residual_multiplier)
+            join = suite.add_norm if last or (taps is not None and i + 1 in taps.wants) else partial(between, suite)
+            y = join(x, parts, after, s.eps, layer.after_mlp, s.residual_multiplier)
+        assert isinstance(y, Tensor), "the last rows are left to no product"
         cache.watch(healthy)
         if taps is not None:
             taps(len(layers), x)
@@ -125,7 +136,7 @@ class Fused:
             return ids, self.weights.embedding
         return torch.arange(ids.shape[0], device=ids.device), self.weights.embed(ids)
 
-    def _heads(self, i: int, y: Tensor, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
+    def _heads(self, i: int, y: Tensor | Seam, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
         """Attention's output [T, H, D] for the normalised rows y."""
         s, layer = self.spec, self.weights.layers[i]
         parts = layer.qkv.parts(y)

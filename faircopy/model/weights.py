@@ -110,7 +110,7 @@ class LayerWeights(Generic[P]):
 
     qkv: P
     out: P
-    gate_up: Product  # x -> activation(gate) * up
+    gate_up: Callable[..., Tensor]  # x -> activation(gate) * up
     down: P
     before_attention: Tensor
     before_mlp: Tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pick, step, tables
+from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pick, seam, step, tables
 from faircopy.kernels.gpu.launch import INTERPRETED, hopper
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -48,6 +48,7 @@ def checks() -> Iterator[Check]:
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
     yield "linear: piped and not", _pipes
+    yield "norms: on the way to a product and not", _seams
     yield "pick: the same tokens", _pick
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
@@ -321,6 +322,33 @@ def _companies(device: torch.device) -> float:
         done = parts[0] if len(parts) == 1 else linear.add_parts(parts, HALF)
         wrong += not torch.equal(done, whole)
     wrong += sum(not torch.equal(gating.gated(x[:m].contiguous(), "silu"), gated[:m]) for m in COMPANIES)
+    return float(wrong)
+
+
+def _seams(device: torch.device) -> float:
+    """Rows that a product normalises for itself, where the device can, and the same rows among others before it."""
+    wrong = 0
+    for rows, n, count, behind, gate in product((1, 2, 5, 8), (1024, 3584, 4096, 5120), (1, 2, 4), (0, 1), (0, 1)):
+        x = _random(device, 40, n, dtype=HALF)
+        if not seam.few(x[:rows]):
+            continue
+        weight, after = (
+            _random(device, n, dtype=HALF, seed=5),
+            _random(device, n, dtype=HALF, seed=6) if behind else None,
+        )
+        parts = _random(device, count, 40, n, dtype=torch.float32 if count > 1 else HALF, seed=7)
+        w = _random(device, 200, n, dtype=HALF)
+        layer = linear.Linear.gating(w) if gate else linear.Linear(w, _random(device, 200, dtype=HALF), groups=1)
+        healthy = torch.empty(2, 40, dtype=torch.bool, device=device)
+        first = int(rows > 1)
+        x[:first, 3] = torch.inf
+        stream, mine = x.clone(), parts[:, :rows].contiguous()
+        y = norm.add_norm(stream, parts, weight, 1e-6, after, 0.5, healthy[0])
+        few = seam.Seam(x[:rows].clone(), mine, weight, 1e-6, after, 0.5, healthy[1, :rows])
+        wanted = layer.gated(y[:rows].contiguous(), "silu") if gate else layer.parts(y[:rows].contiguous())
+        found = layer.gated(few, "silu") if gate else layer.parts(few)
+        same = torch.equal(healthy[0, :rows], healthy[1, :rows]) and torch.equal(few.x[first:], stream[first:rows])
+        wrong += not (same and torch.equal(found[..., first:, :], wanted[..., first:, :]))
     return float(wrong)
 
 

@@ -21,6 +21,7 @@ from faircopy.kernels.activation import ACTIVATIONS
 from faircopy.kernels.gpu import piped, stream, tables
 from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
+from faircopy.kernels.gpu.seam import BK, BN, Seam
 from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.groups import add_tree, group_count
 from faircopy.kernels.ranks import Ranks
@@ -281,8 +282,10 @@ class Linear:
         parts = self.parts(aligned(x))
         return parts[0] if parts.shape[0] == 1 else add_parts(parts, x.dtype)
 
-    def parts(self, x: Tensor) -> Tensor:
+    def parts(self, x: Tensor | Seam) -> Tensor:
         """x [M, K] -> [P, M, N]: either finished, or float32 groups that the reader adds by the tree."""
+        if isinstance(x, Seam):
+            return self._after(x, "none")
         if not self.exact:
             return F.linear(x, self.weight, self.bias)[None]
         return self.run(x, self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups))
@@ -298,11 +301,22 @@ class Linear:
         parts = self.run(x, tile, kind=torch.float32)
         return parts[0] if parts.shape[0] == 1 else add_parts(parts, torch.float32)
 
-    def gated(self, x: Tensor, kind: str) -> Tensor:
+    def gated(self, x: Tensor | Seam, kind: str) -> Tensor:
         """x [M, K] -> activation(gates) * values, [M, N / 2], for weights that take turns."""
+        if isinstance(x, Seam):
+            return self._after(x, kind)[0]
         if not self.exact:
             return gated_twin(F.linear(x, self.weight, self.bias), kind)
         return self.run(x, self.plan.gated(x.shape[0], self.tensor_cores(x)), kind)[0]
+
+    def _after(self, seam: Seam, gate: str) -> Tensor:
+        """The product of rows that are not normalised yet: on the way, or, of groups of K, afterwards."""
+        if not self.exact or self.groups > 1:
+            return self.parts(seam.rows()) if gate == "none" else self.gated(seam.rows(), gate)[None]
+        width = self.outputs if gate == "none" else self.outputs // 2
+        out = torch.empty(1, seam.x.shape[0], width, dtype=seam.x.dtype, device=seam.x.device)
+        seam.into(self._descriptor(BN, BK, stream.descriptor), self.bias, out[0], gate)
+        return out
 
     def tensor_cores(self, x: Tensor) -> bool:
         """Descriptors want 16-byte rows, and tensor cores 16-bit numbers."""
@@ -370,9 +384,9 @@ class SharedLinear:
         """weight [N, K / ranks], groups: this rank's. bias: used by rank 0 alone."""
         self._own, self._ranks = Linear(weight, bias if ranks.rank == 0 else None, exact, groups), ranks
 
-    def parts(self, x: Tensor) -> Tensor:
+    def parts(self, x: Tensor | Seam) -> Tensor:
         """x [M, K / ranks] -> float32 [ranks, M, N], for the reader to add by the tree."""
-        return self._ranks.gather(self._own.partial(x))
+        return self._ranks.gather(self._own.partial(x.rows() if isinstance(x, Seam) else x))
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = self.parts(x)

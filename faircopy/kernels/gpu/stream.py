@@ -74,7 +74,7 @@ def _sum(
 
 
 @gluon.jit
-def _put(out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
+def put_columns(out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
     """Store a tile [BN, BM] of columns and rows, or its gated half."""
     kind: gl.constexpr = out.dtype.element_ty
     if GATE != "none":
@@ -108,7 +108,7 @@ def _multiply(
             if part == 0:
                 cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
                 y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
-        _put(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE)
+        put_columns(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE)
 
 
 @launched
