@@ -171,6 +171,7 @@ def build_engine(
     tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
     runner = Runner(target, strategy.layout(tables, target, config, False, suite))
     sampled = config.verifier == "rejection"
+    pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None  # of all graphs: they take turns
     draft_layouts: tuple[Layout, ...] = ()
     if isinstance(draft, Head):
         pages = strategy.pages(tables, draft, config, suite)
@@ -178,15 +179,15 @@ def build_engine(
     elif draft is not None:
         layout = strategy.layout(tables, draft, config, True, suite)
         small = Runner(draft, layout)
-        small.passes = build_passes(small, config)
+        small.passes = build_passes(small, config, pool)
         drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
     drafter = drafter or NoDrafter()
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others, target.vocab)
     runner.wants = drafter.wants
-    runner.passes = build_passes(runner, config)
-    steps = build_captured(runner, drafter, config)
+    runner.passes = build_passes(runner, config, pool)
+    steps = build_captured(runner, drafter, config, pool)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
     lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured)
@@ -212,8 +213,8 @@ def _draft_lengths(
     return AutoLength(most, config.quality, cost_table(target, draft, config))
 
 
-def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:
-    """The model's eager passes as graphs; None where there are none, or they cannot be captured."""
+def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> CapturedPasses | None:
+    """The model's eager passes as graphs; None where there are none, or they cannot be captured. pool: of graphs."""
     layout = runner.layout
     if not config.graphs or not isinstance(layout, PagedLayout) or layout.suite is None or not layout.layers:
         return None
@@ -222,10 +223,10 @@ def build_passes(runner: Runner, config: EngineConfig) -> CapturedPasses | None:
 
     if eager_because(runner.model, layout):
         return None
-    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants)
+    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool)
 
 
-def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> CapturedRunner | str:
+def build_captured(target: Runner, drafter: Drafter, config: EngineConfig, pool: Any = None) -> CapturedRunner | str:
     """Captured steps, where all parts of a step can be captured; else why every step is eager."""
     layout = target.layout
     if config.verifier == "rejection" or not config.graphs:
@@ -247,4 +248,5 @@ def build_captured(target: Runner, drafter: Drafter, config: EngineConfig) -> Ca
         config.k,
         pack_rows=config.pack_rows,
         expensive_drafts=drafter.expensive,
+        pool=pool,
     )

@@ -32,11 +32,14 @@ WANTED = 128  # rows whose logits a graph computes at most
 class CapturedPasses:
     """Runs the passes of one model over one cache, as graphs where they fit."""
 
-    def __init__(self, model: Model, layout: PagedLayout, max_seqs: int, wants: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Model, layout: PagedLayout, max_seqs: int, wants: tuple[int, ...] = (), pool: Any = None
+    ) -> None:
+        """pool: memory of graphs, which may be shared with others that are replayed on the same stream."""
         self._model, self._layout, self._wants = model, layout, wants
         self._tables = _Tables(layout, max_seqs, model.context)
         self._graphs: dict[int, _PassGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self._pool = pool
         self.times: dict[int, float] = {}  # rows -> seconds, of the graphs that were warmed
 
     def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,11 +56,13 @@ class CapturedRunner:
         *,
         pack_rows: bool = True,
         expensive_drafts: bool = False,
+        pool: Any = None,
     ) -> None:
         """For num_slots sequences of max_nodes nodes each, as memory was counted for; longer drafts run eagerly.
 
         pack_rows: verify only the nodes that were found, where the drafter's number of nodes varies.
         expensive_drafts: each level of a draft costs the host a pass of a network.
+        pool: memory of graphs, which may be shared with others that are replayed on the same stream.
         """
         assert layout.suite is not None, "captured steps are made of kernels"
         self._model, self._layout, self._drafter, self._tables = model, layout, drafter, layout.tables
@@ -76,7 +79,7 @@ class CapturedRunner:
         self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
-        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._pool = pool
         self._controls = [self._on_host(self._batch_slots.control.shape) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._reports: dict[tuple[int, int, int], tuple[Tensor, LogprobReport]] = {}
