@@ -24,6 +24,9 @@ class Taps:
         self.wants = wants
         self.states: dict[int, Tensor] = {}
 
+    def wants_any(self, *layers: int) -> bool:
+        return any(layer in self.wants for layer in layers)
+
     def __call__(self, layer: int, x: Tensor, copy: bool = False) -> None:
         if layer in self.wants:
             self.states[layer] = x.clone() if copy else x

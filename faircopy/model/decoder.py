@@ -75,24 +75,33 @@ class Decoder:
         return x if self.spec.embedding_multiplier == 1.0 else x * self.weights.multiplier
 
     def run_layers(self, x: Tensor, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
-        """What leaves the layers that are here."""
-        s, first = self.spec, self.weights.source.stage.layers.start
+        """What leaves the layers that are here; of the last one, the wanted rows alone if no other is looked at."""
+        s, stage = self.spec, self.weights.source.stage
         angles = self.weights.rope[packed.positions]
-        for i, layer in enumerate(self.weights.layers):
+        for i, layer in enumerate(self.weights.layers, stage.layers.start):
             if taps is not None:
-                taps(first + i, x)
-            x = self._add(x, self._attention(layer, i, x, angles, packed, cache), layer.after_attention)
-            x = self._add(x, layer.down(layer.gate_up(rms_norm(x, layer.before_mlp, s.eps))), layer.after_mlp)
+                taps(i, x)
+            index = i - stage.layers.start
+            x = self._add(x, self._attention(layer, index, x, angles, packed, cache), layer.after_attention)
+            if stage.last and i == stage.layers.stop - 1 and not self._taps_last(taps):
+                x = x[packed.wanted]
+            if x.shape[0]:
+                x = self._add(x, layer.down(layer.gate_up(rms_norm(x, layer.before_mlp, s.eps))), layer.after_mlp)
         return x
 
     def logits(self, x: Tensor, packed: Packed, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab], of what left the last layer."""
         w, s = self.weights, self.spec
-        if taps is not None:
+        if taps is not None and self._taps_last(taps):
             taps(w.source.stage.layers.stop, x)
             taps(FINAL, rms_norm(x, w.norm, s.eps))
-        logits = w.head(rms_norm(x[packed.wanted], w.norm, s.eps))
+            x = x[packed.wanted]
+        logits = w.head(rms_norm(x, w.norm, s.eps))
         return logits if s.logits_divisor == 1.0 else logits / s.logits_divisor
+
+    def _taps_last(self, taps: Taps | None) -> bool:
+        """Whether states of all rows are wanted behind the last layer."""
+        return taps is not None and taps.wants_any(self.weights.source.stage.layers.stop, FINAL)
 
     def _attention(
         self, layer: LayerWeights[Product], index: int, x: Tensor, angles: Tensor, packed: Packed, cache: Cache

@@ -22,6 +22,8 @@ from faircopy.model.decoder import Decoder
 from faircopy.model.shares import counted_ranks
 from faircopy.model.weights import Products, Source, Weights
 
+LONG = 64  # rows of a pass from which on fewer of them take less time
+
 
 @runtime_checkable
 class FusedCache(Protocol):
@@ -99,13 +101,14 @@ class Fused:
         if not isinstance(cache, FusedCache) or cache.suite is None:
             return self._eager.forward(packed, cache, taps)
         y = self._states(packed, cache, cache.suite, taps)
-        every = packed.wanted.shape[0] == packed.size
+        every = y.shape[0] == packed.wanted.shape[0]
         logits = self.weights.head(y if every else y.index_select(0, packed.wanted))
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
     def _states(self, packed: Packed, cache: FusedCache, suite: Suite, taps: Taps | None = None) -> Tensor:
-        """The last layer's normalised output of every row [T, hidden]."""
+        """The last layer's normalised output: of every row [T, hidden], or, of long passes, of the wanted ones."""
         s, w, layers = self.spec, self.weights, self.weights.layers
+        wanted = self._wanted(packed, taps)
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
         y: Tensor | Seam
         x, y = suite.embed_norm(*self._embedded(packed.ids), layers[0].before_attention, self._multiplier, s.eps)
@@ -118,6 +121,11 @@ class Fused:
             parts = layer.out.parts(out.view(packed.size, -1))
             watched = healthy if last else None
             y = between(suite, x, parts, layer.before_mlp, s.eps, layer.after_attention, s.residual_multiplier, watched)
+            if last and wanted is not None:
+                assert isinstance(y, Tensor), "long passes leave no rows to a product"
+                x, y = x.index_select(0, wanted), y.index_select(0, wanted)
+                if not wanted.shape[0]:
+                    break
             parts = layer.down.parts(layer.gate_up(y))
             x = stream_of(y, x)
             after = w.norm if last else layers[i + 1].before_attention
@@ -129,6 +137,12 @@ class Fused:
             taps(len(layers), x)
             taps(FINAL, y)
         return y
+
+    def _wanted(self, packed: Packed, taps: Taps | None) -> Tensor | None:
+        """The rows that the end of the last layer is needed for; None: all."""
+        tapped = taps is not None and taps.wants_any(len(self.weights.layers), FINAL)
+        fewer = packed.size > LONG and packed.wanted.shape[0] < packed.size
+        return packed.wanted if fewer and not tapped else None
 
     def _embedded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and the table they are looked up in; where ranks share it, the rows that were wanted."""
