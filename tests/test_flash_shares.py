@@ -22,32 +22,30 @@ def plain(kernel: Any) -> Any:
     return FunctionType(kernel.fn.__code__, {"gl": INTEGERS})
 
 
-place, unit = plain(flash._place), plain(flash._unit)
+start, unit = plain(flash._begin), plain(flash._unit)
 Unit = tuple[int, int, int, int]  # tile, head, first block, the one after the last
 
 
-def walk(
-    ranges: list[tuple[int, int]], heads: int, at: int, end: int, blocks: int, parts: bool
-) -> Iterator[tuple[Unit, bool]]:
+def walk(ranges: list[tuple[int, int]], at: int, end: int, blocks: int, parts: bool) -> Iterator[tuple[Unit, bool]]:
     """The loop of the kernel's warps over one stretch; whether each unit is a whole tile."""
-    before, tile = 0, 0
-    while tile < len(ranges) and before + (ranges[tile][1] - ranges[tile][0]) * heads <= at:
-        before += (ranges[tile][1] - ranges[tile][0]) * heads
-        tile += 1
-    offset = at - before
+    counts = [stop - first for first, stop in ranges]
+    head = at // max(sum(counts), 1)
+    within = at - head * sum(counts)
+    passed = [sum(counts[: n + 1]) <= within for n in range(len(counts))]
+    tile, offset = sum(passed), within - sum(count for count, past in zip(counts, passed, strict=True) if past)
     while at < end:
         first, stop = ranges[tile]
-        while at < end and offset < (stop - first) * heads:
-            head, block = place(offset, stop - first, first, blocks)
-            moved = block - first - offset % (stop - first)
-            if block < stop:
-                upto = unit(block, first, stop, at + moved, end, blocks, parts)
-                if at + moved < end:
-                    yield (tile, head, block, upto), block == first and upto == stop
-                moved += upto - block
-            offset += moved
-            at += moved
+        while at < end and offset < stop - first:
+            block = start(offset, first, stop, blocks)
+            at += block - first - offset
+            upto = unit(block, first, stop, at, end, blocks, parts)
+            if at < end and block < stop:
+                yield (tile, head, block, upto), block == first and upto == stop
+            at += upto - block
+            offset = upto - first
         tile, offset = tile + 1, 0
+        if tile == len(ranges):
+            tile, head = 0, head + 1
 
 
 @given(
@@ -68,7 +66,7 @@ def test_every_key_block_has_one_owner(
         at, end = program * total // programs, (program + 1) * total // programs
         longest = max(stop - first for first, stop in ranges)
         taken = 0
-        for (tile, head, block, upto), whole in walk(ranges, heads, at, end, span if parts else 1 << 30, parts):
+        for (tile, head, block, upto), whole in walk(ranges, at, end, span if parts else 1 << 30, parts):
             assert whole or (block // span == (upto - 1) // span), "a unit is a tile or lies in a span"
             assert block == ranges[tile][0] or block % span == 0
             assert parts or whole

@@ -267,7 +267,7 @@ def _both_kernels(device: torch.device) -> float:
 def _paged_scene(
     device: torch.device, dtype: torch.dtype, dim: int, group: int, counts: Sequence[int], lengths: Sequence[int]
 ) -> Scene:
-    """Sequences in pages that nothing was written to behind their last position."""
+    """Sequences in pages that hold large numbers behind their last position."""
     page, kv = 32, 2
     width = -(-max(lengths) // page)
     tables = torch.randperm(len(counts) * width, generator=torch.Generator().manual_seed(3)).int().view(len(counts), -1)
@@ -279,7 +279,7 @@ def _paged_scene(
         positions += range(length - count, length)
         behind = tables[seq].repeat_interleave(page)[length:] * page + torch.arange(length, width * page) % page
         for pool in pools:
-            pool[behind.to(device)] = float("nan")
+            pool[behind.to(device)] = 1e4
     blocks = -(-width * page // pages.block_length(dim))
     plan = pages.plan_pages(lanes, group, tables.to(device), page, blocks, dim * 2)
     q = _random(device, len(positions), kv * group, dim, dtype=dtype)

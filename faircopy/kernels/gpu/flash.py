@@ -1,9 +1,10 @@
 """Attention on Hopper: one warp copies pages into shared memory, the others multiply them on the tensor cores.
 
 The arithmetic and its order are those of `kernels/gpu/attention.py`, and so are the bits. Blocks share the keys by
-their number: each takes an equal stretch of (tile, key head, block), and only a tile that two blocks share leaves its
-spans' states in memory. Keys of earlier passes do not depend on the kernel before: the first are on their way while
-that kernel still runs.
+their number: each takes an equal stretch of (key head, tile, block), so that all of them read the same head's keys at a
+time, and only a tile that two blocks share leaves its spans' states in memory. What lies in a page behind a sequence's
+last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not depend on the
+kernel before: the first are on their way while that kernel still runs.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def _tile(
 @gluon.jit
 def _counts(
     begin, rows, ranges, positions, window, blocks, tiles, even,
-    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
     EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks of each of TILES tiles from `begin` on, times key heads."""
+    """Key blocks of each of TILES tiles from `begin` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, QP], [32, 1], [WARPS, 1], [1, 0])
     tile = begin + gl.arange(0, TILES, gl.SliceLayout(1, layout))
     at = gl.arange(0, QP, gl.SliceLayout(0, layout))
@@ -82,7 +83,7 @@ def _counts(
     if WINDOWED:
         lowest = gl.min(gl.where(row >= 0, position, _END), 1)
         first = gl.maximum(first, gl.maximum(lowest - window + 1, 0) // BN)
-    return gl.convert_layout(gl.maximum(stop - first, 0) * KV, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.convert_layout(gl.maximum(stop - first, 0), gl.BlockedLayout([1], [32], [WARPS], [0]))
 
 
 @gluon.jit
@@ -91,31 +92,31 @@ def _share(
     KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
     EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """This block's stretch of all key blocks: the tile and the key block of that tile (of all heads) where it begins,
-    how many come before it, and where it ends. Tiles are looked at TILES at a time."""
-    counts = _counts(
-        0, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
-    )
+    """This block's stretch of all key blocks: the key head, the tile and the block of that tile where it begins, how
+    many come before it, and where it ends. Tiles are looked at TILES at a time."""
+    counts = _counts(0, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS)
     total = gl.sum(counts, 0)
     for begin in range(TILES, tiles, TILES):
         more = _counts(
-            begin, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+            begin, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
         )
         total += gl.sum(more, 0)
-    at = (gl.program_id(0) * total.to(gl.int64) // gl.num_programs(0)).to(gl.int32)
-    end = ((gl.program_id(0) + 1) * total.to(gl.int64) // gl.num_programs(0)).to(gl.int32)
-    passed = gl.associative_scan(counts, 0, _plus) <= at
+    at = (gl.program_id(0) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
+    head = at // gl.maximum(total, 1)
+    within = at - head * total
+    passed = gl.associative_scan(counts, 0, _plus) <= within
     tile, before = gl.sum(passed.to(gl.int32), 0), gl.sum(gl.where(passed, counts, 0), 0)
     earlier = gl.sum(counts, 0)
     for begin in range(TILES, tiles, TILES):
         more = _counts(
-            begin, rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+            begin, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
         )
-        passed = earlier + gl.associative_scan(more, 0, _plus) <= at
+        passed = earlier + gl.associative_scan(more, 0, _plus) <= within
         tile += gl.sum(passed.to(gl.int32), 0)
         before += gl.sum(gl.where(passed, more, 0), 0)
         earlier += gl.sum(more, 0)
-    return tile, at - before, at, end
+    return head, tile, within - before, at, end
 
 
 @gluon.jit
@@ -130,11 +131,10 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _place(offset, count, first, BLOCKS: gl.constexpr):
-    """The key head and the key block `offset` blocks into a tile, moved up to where a span begins or a head ends."""
-    head, block = offset // count, first + offset % count
-    whole = (block + BLOCKS - 1) // BLOCKS * BLOCKS
-    return head, gl.where(block == first, first, gl.minimum(whole, first + count))
+def _begin(offset, first, stop, BLOCKS: gl.constexpr):
+    """The key block `offset` blocks into a tile, moved up to where a span begins or the tile ends."""
+    whole = (first + offset + BLOCKS - 1) // BLOCKS * BLOCKS
+    return gl.where(offset == 0, first, gl.minimum(whole, stop))
 
 
 @gluon.jit
@@ -169,9 +169,9 @@ def _copy_block(
 
 @gluon.jit
 def _copy(
-    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, even,
-    tile, offset, at, end,
-    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
+    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
+    head, tile, offset, at, end,
+    D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
     PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -182,26 +182,25 @@ def _copy(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
         )
         table = tables + seq.to(gl.int64) * width
-        while (at < end) & (offset < (stop - first) * KV):
-            head, block = _place(offset, stop - first, first, BLOCKS)
-            moved = block - first - offset % (stop - first)
-            if block < stop:
-                upto = _unit(block, first, stop, at + moved, end, BLOCKS, PARTS)
-                if at + moved < end:
-                    for b in range(block, upto):
-                        if PDL:  # noqa: SIM102
-                            if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
-                                gdc_wait()
-                        _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
-                        _copy_block(
-                            values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE
-                        )
-                        count += 2
-                moved += upto - block
-            offset += moved
-            at += moved
+        while (at < end) & (offset < stop - first):
+            block = _begin(offset, first, stop, BLOCKS)
+            at += block - first - offset
+            upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
+            if at < end:
+                for b in range(block, upto):
+                    if PDL:  # noqa: SIM102
+                        if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
+                            gdc_wait()
+                    _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
+                    _copy_block(values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE)
+                    count += 2
+            at += upto - block
+            offset = upto - first
         tile += 1
         offset = 0
+        if tile == tiles:
+            tile = 0
+            head += 1
 
 
 @gluon.jit
@@ -222,20 +221,8 @@ def _empty(BM: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr, OUT: gl.constex
 
 
 @gluon.jit
-def _without(tile, block, last, BN: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
-    """Set the values behind the last position to zero: what lies there may not be finite."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    at = block * BN + gl.arange(0, BN, gl.SliceLayout(1, layout))
-    kept = gl.where((at <= last)[:, None], tile.load(layout), 0.0)
-    gl.thread_barrier()
-    tile.store(kept.to(tile.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
 def _extend(
-    m, total, acc, query, tiles, ones, full, empty, count, block, final, position, lowest, last, scale, cap, window,
+    m, total, acc, query, tiles, ones, full, empty, count, block, position, lowest, scale, cap, window,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAPPED: gl.constexpr,
     WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -267,8 +254,6 @@ def _extend(
     p_sum = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
     acc = acc * gl.convert_layout(old, gl.SliceLayout(1, OUT))[:, None]
     mbarrier.wait(full.index(value), ((count + 1) // SLOTS) & 1)
-    if final & ((last + 1) % BN != 0):
-        _without(tiles.index(value), block, last, BN, D, WARPS)
     added = warpgroup_mma(p_sum, ones, gl.zeros([BM, 16], gl.float32, SUMS), use_acc=False, is_async=True)
     acc = warpgroup_mma(p_out, tiles.index(value), acc, is_async=True)
     added, acc = warpgroup_mma_wait(0, deps=(added, acc))
@@ -318,30 +303,30 @@ def _all_spans(
 
 @gluon.jit
 def _rows(
-    tile, head, rows, even, PART: gl.constexpr, LAYOUT: gl.constexpr,
-    HEADS: gl.constexpr, KV: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, EVEN: gl.constexpr,
+    tile, head, rows, PART: gl.constexpr, LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
 ):  # fmt: skip
     """The row, the head and the line (row and head) of each place of a tile's part; -1: none."""
     GROUP: gl.constexpr = HEADS // KV
     places = PART * BM + gl.arange(0, BM, LAYOUT)
     token, heads = places // GROUP, head * GROUP + places % GROUP
-    if EVEN:
-        row = gl.where(token < even, tile * even + token, -1)
-    else:
-        row = gl.load(rows + tile * Q + token, mask=token < Q, other=-1)
+    row = gl.load(rows + tile * Q + token, mask=token < Q, other=-1)
     return row, heads, gl.where(row >= 0, row.to(gl.int64) * HEADS + heads, -1)
 
 
 @gluon.jit
 def _query(
-    q, query, tile, head, rows, even, PART: gl.constexpr,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, EVEN: gl.constexpr,
-    WARPS: gl.constexpr,
+    q, query, tile, head, rows, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries of a tile's part into shared memory."""
+    """Bring the queries of a tile's part into shared memory, once the kernel before has written them."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    _, _, line = _rows(tile, head, rows, even, PART, gl.SliceLayout(1, layout), HEADS, KV, Q, BM, EVEN)
+    _, _, line = _rows(tile, head, rows, PART, gl.SliceLayout(1, layout), HEADS, KV, Q, BM)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     lines = gl.load(q + line[:, None] * D + dims[None, :], mask=(line >= 0)[:, None], other=0.0)
     gl.thread_barrier()  # the tile before has been multiplied
     query.store(lines)
@@ -351,8 +336,8 @@ def _query(
 
 @gluon.jit
 def _multiply(
-    q, out, parts, stats, counters, query, tiles, ones, full, empty, rows, ranges, seqs, positions, sinks,
-    scale, cap, window, blocks, spans, even, tile, offset, at, end, PART: gl.constexpr,
+    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks,
+    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
@@ -366,59 +351,56 @@ def _multiply(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(1, OUT)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     count = 0
     while at < end:
-        _, first, stop, last, lowest = _tile(
+        _, first, stop, _, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, WARPS
         )
-        while (at < end) & (offset < (stop - first) * KV):
-            head, block = _place(offset, stop - first, first, BLOCKS)
-            moved = block - first - offset % (stop - first)
-            if block < stop:
-                upto = _unit(block, first, stop, at + moved, end, BLOCKS, PARTS)
-                if at + moved < end:
-                    _query(q, query, tile, head, rows, even, PART, HEADS, KV, D, Q, BM, EVEN, WARPS)
-                    row, heads, row_line = _rows(tile, head, rows, even, PART, ROW, HEADS, KV, Q, BM, EVEN)
-                    line = gl.convert_layout(row_line, COLUMN)
-                    position = gl.load(positions + row, mask=row >= 0, other=-1)
-                    m, total, acc = _empty(BM, D, ROW, OUT)
-                    m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
-                    for b in range(block, upto):
-                        if b % SPAN == 0:
-                            m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
-                            m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
-                        m_span, total_span, acc_span = _extend(
-                            m_span, total_span, acc_span, query, tiles, ones, full, empty, count, b, b == stop - 1,
-                            position, lowest, last, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
-                        )  # fmt: skip
-                        count += 2
-                    whole = (block == first) & (upto == stop)
-                    if PARTS:
-                        if whole:
-                            m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
-                            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-                        else:
-                            _put(m_span, total_span, acc_span, parts, stats, line, row_line, spans, block // SPAN, D)
-                            low, high = first // SPAN, (stop + SPAN - 1) // SPAN
-                            counter = counters + 2 * (tile * KV + head) + PART
-                            gl.thread_barrier()
-                            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
-                                gl.store(counter, 0)
-                                m, total, acc = _all_spans(
-                                    parts, stats, line, row_line, spans, low, high, BM, D, ROW, OUT
-                                )
-                                _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-                    else:
+        while (at < end) & (offset < stop - first):
+            block = _begin(offset, first, stop, BLOCKS)
+            at += block - first - offset
+            upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
+            if (at < end) & (block < stop):
+                row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
+                line = gl.convert_layout(row_line, COLUMN)
+                position = gl.load(positions + row, mask=row >= 0, other=-1)
+                _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+                m, total, acc = _empty(BM, D, ROW, OUT)
+                m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
+                for b in range(block, upto):
+                    if b % SPAN == 0:
+                        m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                        m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
+                    m_span, total_span, acc_span = _extend(
+                        m_span, total_span, acc_span, query, slots, ones, full, empty, count, b, position,
+                        lowest, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
+                    )  # fmt: skip
+                    count += 2
+                if PARTS:
+                    if (block == first) & (upto == stop):
                         m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
                         _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-                moved += upto - block
-            offset += moved
-            at += moved
+                    else:
+                        _put(m_span, total_span, acc_span, parts, stats, line, row_line, spans, block // SPAN, D)
+                        low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+                        counter = counters + 2 * (tile * KV + head) + PART
+                        gl.thread_barrier()
+                        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
+                            gl.store(counter, 0)
+                            m, total, acc = _all_spans(parts, stats, line, row_line, spans, low, high, BM, D, ROW, OUT)
+                            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
+                else:
+                    m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                    _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
+            at += upto - block
+            offset = upto - first
         tile += 1
         offset = 0
+        if tile == tiles:
+            tile = 0
+            head += 1
+    if PDL:
+        gdc_wait()  # a block without work must not end before the kernel ahead
 
 
 @launched
@@ -446,7 +428,7 @@ def _flash(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=MULTIPLIERS)
-    tile, offset, at, end = _share(
+    head, tile, offset, at, end = _share(
         rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
     if MULTIPLIERS == 1:
@@ -454,13 +436,13 @@ def _flash(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 0,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
                 )),
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    even, tile, offset, at, end, KV, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED, PARTS,
-                    PDL,
+                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED,
+                    PARTS, PDL,
                 )),
             ],
             [1],
@@ -471,18 +453,18 @@ def _flash(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 0,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
                 )),
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, even, tile, offset, at, end, 1,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
                 )),
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    even, tile, offset, at, end, KV, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED, PARTS,
-                    PDL,
+                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED,
+                    PARTS, PDL,
                 )),
             ],
             [4, 1],
