@@ -53,8 +53,8 @@ STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
 PIPED = {
-    "BN": 256, "BK": 64, "STAGES": 4, "GROUPS": 2, "GATE": "none", "BIASED": False, "ROWS": 64, "ABREAST": 8,
-    "PDL": True, "bias": None,
+    "BN": 256, "BK": 64, "STAGES": 4, "GROUPS": 2, "APART": False, "GATE": "none", "BIASED": False, "ROWS": 64,
+    "ABREAST": 8, "PDL": True, "bias": None,
 }  # fmt: skip
 PIPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128), "stash": "*fp32"}
 SEAM = {

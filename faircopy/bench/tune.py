@@ -53,7 +53,7 @@ def candidates(rows: int, groups: int) -> list[Tile]:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
     known = _WIDE + (_PIPED if hopper(torch.device("cuda")) else [])
     fitting = [tile for tile in known if _waste(tile, rows) < 1.5]
-    return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART and not tile.piped]
+    return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART]
 
 
 def _waste(tile: Tile, rows: int) -> float:

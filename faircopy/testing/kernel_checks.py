@@ -4,6 +4,7 @@ interpreter, by `faircopy bench kernels` on the GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -364,6 +365,9 @@ def _pipes(device: torch.device) -> float:
         for rows in (70, 128, 300, 1000):
             few = x[:rows].contiguous()
             wrong += not torch.equal(layer.run(few, tile), layer.run(few, plain))
+            if groups > 1:
+                apart = [layer.run(few, replace(t, apart=True)) for t in (tile, plain)]
+                wrong += not torch.equal(*apart)
         gating = linear.Linear.gating(w)
         wrong += sum(
             not torch.equal(gating.run(x, tile, kind), gating.run(x, plain, kind)) for kind in ("silu", "gelu")

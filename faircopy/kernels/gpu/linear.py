@@ -7,6 +7,7 @@ these parts by the tree. Many rows: one block walks over all groups and adds the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -327,6 +328,8 @@ class Linear:
         outputs = self.outputs if gate == "none" else self.outputs // 2
         if t.piped and ((kind or x.dtype) != x.dtype or outputs % 8 or self.inner // self.groups % t.bk):
             t = tables.default_tile(x.shape[0], wide=True)
+        if t.apart and self.groups == 1:
+            t = replace(t, apart=False)
         parts = self.groups if not t.wide or t.apart else 1
         made = (kind or x.dtype) if parts == 1 else torch.float32
         out = torch.empty(parts, x.shape[0], outputs, dtype=made, device=x.device)
@@ -336,7 +339,7 @@ class Linear:
             return out
         if t.piped:
             weight = self._descriptor(t.bn // 2, t.bk, stream.descriptor)
-            piped.piped(weight, self.bias, x, out[0], t, self.groups, gate, more)
+            piped.piped(weight, self.bias, x, out, t, self.groups, gate, more)
             return out
         common = {
             "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,
