@@ -415,9 +415,17 @@ def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Te
     return runner.forward(Batch([seq], [5], [0]), Draft.empty(1)).states
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_captured_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: str) -> None:
-    """Captured steps, on a CPU by the kernels' twins: the host sees no states, and every chain is the head's own."""
+ON_KERNELS = ("eagle3", "scylla", "clover")
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels"), [*((method, False) for method in METHODS), *((method, True) for method in ON_KERNELS)]
+)
+def test_captured_guesses_are_those_from_scratch(checkpoint: Callable[..., str], method: str, kernels: bool) -> None:
+    """Captured steps, on a CPU by the kernels' twins: the host sees no states, and every chain is the head's own.
+
+    kernels: the head's layers run on kernels too, as they do on a GPU.
+    """
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
     from tests.test_replay import fused
@@ -425,6 +433,8 @@ def test_captured_guesses_are_those_from_scratch(checkpoint: Callable[..., str],
     folder = checkpoint("llama")
     model, own = fused(folder), load(folder)
     head = head_for(folder, own, method)
+    if kernels:
+        head.run_on_kernels(exact=False)
     engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=3, max_batch=4), suite=TWINS)
     assert engine.captured is not None
     collect, compared = engine.captured.collect, 0

@@ -152,7 +152,7 @@ class HeadDrafter(Drafter):
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             return layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
 
-        return Rows(packed.positions, attend)
+        return Rows(packed.positions, attend, *((packed, layout) if layout.suite is not None else ()))
 
     def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
         """Sampled requests get a chain: the noise picks one token at every place."""

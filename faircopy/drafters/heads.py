@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from faircopy.drafters.networks.blocks import Attend, BlockShape, UnrolledAttention, causal
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
-from faircopy.layout.base import LayerShape
+from faircopy.layout.base import LayerShape, Packed
 from faircopy.model.base import TokenWeights
+
+if TYPE_CHECKING:
+    from faircopy.layout.paged import PagedLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Rows(NamedTuple):
 
     positions: Tensor
     attend: Attend
+    packed: Packed | None = None  # the same rows over a cache of pages, for heads that run on kernels
+    cache: PagedLayout | None = None
 
 
 class Guess(NamedTuple):
@@ -104,7 +109,12 @@ class Head(nn.Module, ABC):
     def serve(self) -> Self:
         """From now on it only guesses: the target's head is packed as the target packs its own."""
         self._product = product(self.token_weights.rows.to(self.dtype), self.token_weights.bias, exact=False)
+        if self.device.type == "cuda":
+            self.run_on_kernels()
         return self.eval()
+
+    def run_on_kernels(self, exact: bool = True) -> None:
+        """Let the device's kernels run the layers of packed rows; for methods that know how. exact: products too."""
 
     @abstractmethod
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:

@@ -15,6 +15,7 @@ state and the token's row as it is.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
 from faircopy.drafters.networks.blocks import Block, Norm, Rope
 from faircopy.drafters.networks.medusa import Residual
 from faircopy.drafters.trees import NodeBudgetTree, Tree
+
+if TYPE_CHECKING:
+    from faircopy.drafters.networks.served import ServedLayer
 
 
 class AttentionDecoder(nn.Module):
@@ -63,8 +67,22 @@ class Clover(Head):
             self.decoder = AttentionDecoder(shape.hidden, shape.heads, shape.eps, options.get("decoder", True))
         self.norm = Norm(shape.hidden, shape.eps)
         self.blocks = nn.ModuleList(Residual(shape.hidden) for _ in range(config.levels))
+        self._served: ServedLayer | None = None
+
+    def run_on_kernels(self, exact: bool = True) -> None:
+        from faircopy.drafters.networks.served import ServedLayer
+
+        if self.augment:
+            block = self.block
+            self._served = ServedLayer(block.self_attn, block.mlp, block.post_attention_layernorm.weight, exact=exact)
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        if self._served is not None and rows.packed is not None and rows.cache is not None:
+            from faircopy.drafters.networks.served import normalised
+
+            x, shape = states[0].clone(), self.config.shape  # it is added to in place
+            y = normalised(x, self.block.input_layernorm.weight, shape.eps, rows.cache)
+            return self._served(y, x, rows.packed, rows.cache, self.norm.weight.detach())[None]
         x = self.block(states, *self.rope(rows.positions), rows.attend, 0) if self.augment else states
         return self.norm(x)  # type: ignore[no-any-return]
 

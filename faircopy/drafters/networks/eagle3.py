@@ -13,7 +13,8 @@ what is read.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ from faircopy.drafters.networks.blocks import Attention, Mlp, Norm, Rope
 from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
+
+if TYPE_CHECKING:
+    from faircopy.drafters.networks.served import ServedLayer
+    from faircopy.layout.base import Packed
+    from faircopy.layout.paged import PagedLayout
 
 DEPTH = 6  # levels that the node budget is spread over
 NOISE = 0.2  # width of EAGLE-1's uniform noise
@@ -66,15 +72,27 @@ class Eagle3(Head):
             self.fuse = nn.Linear(self.input_size, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
+        self._served: ServedLayer | None = None
+        self._outputs: Callable[[Tensor], Tensor] | None = None  # the output layer on kernels
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        return self._run(self._fused(states), tokens, rows)
+        return self._run(self._fused(states), tokens, rows)[0]
 
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
+        out = None
         if level:
             assert rows is not None, "guesses of this head need keys of the guesses before"
-            memory = self._run(memory, tokens, rows)
-        return self._guess(memory)
+            memory, out = self._run(memory, tokens, rows)
+        return self._guess(memory, out)
+
+    def run_on_kernels(self, exact: bool = True) -> None:
+        from faircopy.drafters.networks.served import ServedLayer
+        from faircopy.kernels.gpu.linear import Linear
+
+        layer = self.layer
+        self._served = ServedLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm.weight, exact=exact)
+        if self.own:
+            self._outputs = Linear(self.output.weight.detach(), exact=exact)
 
     def tree(self, max_nodes: int) -> Tree:
         return RerankedTree(max_nodes, DEPTH)
@@ -97,16 +115,33 @@ class Eagle3(Head):
             return self.fuse(states)  # type: ignore[no-any-return]
         return noisy(states, self.training)
 
-    def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+    def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """The new states; where kernels ran, also normalised."""
+        if self._served is not None and rows.packed is not None and rows.cache is not None:
+            return self._run_served(self._served, state[0].contiguous(), tokens[0], rows.packed, rows.cache)
         read = self.layer.read(self._embedded(tokens), state)
         q, k, v = self.layer.self_attn.qkv(read, *self.rope(rows.positions))
-        return self.layer.finish(state, rows.attend(0, q, k, v))
+        return self.layer.finish(state, rows.attend(0, q, k, v)), None
 
-    def _guess(self, memory: Tensor) -> Guess:
+    def _run_served(
+        self, served: ServedLayer, state: Tensor, tokens: Tensor, packed: Packed, cache: PagedLayout
+    ) -> tuple[Tensor, Tensor]:
+        """state [T, hidden] is added to in place: callers hand over what they do not keep."""
+        from faircopy.drafters.networks.served import embedded, normalised
+
+        state = state if self.own else state.clone()  # what EAGLE-1 reads is the target's
+        layer, eps, table = self.layer, self.config.shape.eps, self.token_weights.embedding
+        token = embedded(tokens, table, layer.token_norm.weight, eps, cache).to(state.dtype)
+        read = torch.cat([token, normalised(state, layer.state_norm.weight, eps, cache)], -1)
+        after = self.norm.weight if self.own else layer.state_norm.weight
+        out = served(read, state, packed, cache, after.detach())
+        return state[None], out[None]
+
+    def _guess(self, memory: Tensor, out: Tensor | None = None) -> Guess:
         if not self.own:
             return Guess(self.speak(memory), memory, memory)
-        out = self.norm(memory)
-        few = self.output(out)
+        out = self.norm(memory) if out is None else out
+        few = self.output(out) if self._outputs is None else self._outputs(out.flatten(0, -2)).view(*out.shape[:-1], -1)
         logits = few.new_full((*few.shape[:-1], self.vocab), -torch.inf)
         return Guess(logits.index_copy(-1, self.words_kept, few), memory, out)
 

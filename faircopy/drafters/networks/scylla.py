@@ -10,6 +10,9 @@ does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +22,11 @@ from faircopy.drafters.networks.clover import copy_matching
 from faircopy.drafters.networks.eagle3 import DEPTH, noisy
 from faircopy.drafters.trees import RerankedTree, Tree
 from faircopy.model.base import FINAL
+
+if TYPE_CHECKING:
+    from faircopy.drafters.networks.served import ServedLayer
+    from faircopy.layout.base import Packed
+    from faircopy.layout.paged import PagedLayout
 
 
 class Scylla(Head):
@@ -32,6 +40,18 @@ class Scylla(Head):
         self.fuse = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
         self.rope, self.blocks = Rope(shape), nn.ModuleList(Block(shape) for _ in range(layers))
         self.norm = Norm(shape.hidden, shape.eps)
+        self._served: list[ServedLayer] = []
+        self._fused: Callable[[Tensor], Tensor] | None = None  # the projection on kernels
+
+    def run_on_kernels(self, exact: bool = True) -> None:
+        from faircopy.drafters.networks.served import ServedLayer
+        from faircopy.kernels.gpu.linear import Linear
+
+        self._served = [
+            ServedLayer(block.self_attn, block.mlp, block.post_attention_layernorm.weight, index, exact)
+            for index, block in enumerate(self._blocks())
+        ]
+        self._fused = Linear(self.fuse.weight.detach(), exact=exact)
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         return self._run(noisy(states, self.training), tokens, rows)
@@ -52,8 +72,22 @@ class Scylla(Head):
             self.fuse.weight[:, self.config.shape.hidden :].mul_(0.1).diagonal().add_(1.0)
 
     def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        token = self.token_weights.embedding[tokens].to(self.dtype)
-        x, angles = self.fuse(torch.cat([token, state], -1)), self.rope(rows.positions)
+        both = torch.cat([self.token_weights.embedding[tokens].to(self.dtype), state], -1)
+        if self._fused is not None and rows.packed is not None and rows.cache is not None:
+            return self._run_served(self._fused(both[0]), rows.packed, rows.cache)[None]
+        x, angles = self.fuse(both), self.rope(rows.positions)
         for index, block in enumerate(self.blocks):
             x = block(x, *angles, rows.attend, index)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _run_served(self, x: Tensor, packed: Packed, cache: PagedLayout) -> Tensor:
+        from faircopy.drafters.networks.served import normalised
+
+        norms = [*(block.input_layernorm.weight for block in self._blocks()), self.norm.weight]
+        y = normalised(x, norms[0], self.config.shape.eps, cache)
+        for layer, after in zip(self._served, norms[1:], strict=True):
+            y = layer(y, x, packed, cache, after.detach())
+        return y
