@@ -129,6 +129,9 @@ class _TreeGrowth:
         self._paths, self._expanded = None, 0
         trees.reset()
         last = min(self._head.levels, graph.k) - 1
+        if self._head.independent:
+            self._run_independent(trees, self._head.all_levels(memory.flatten(0, 1)[None], last + 1))
+            return
         for level in range(last + 1):
             guess = self._head.step(level, memory.flatten(0, 1)[None], tokens.flatten()[None], rows)
             ids, scores = self._offers(trees, level, guess.logits[0])
@@ -139,6 +142,17 @@ class _TreeGrowth:
             seen = guess.memory[0].view(graph.size, -1, guess.memory.shape[-1])
             memory, tokens = seen.gather(1, above.expand(-1, -1, seen.shape[-1])), front.tokens
             rows = self._rows(level + 1, front) if self._head.deep else None
+        self._write(*trees.result())
+
+    def _run_independent(self, trees: BatchedTrees, logits: list[Tensor]) -> None:
+        """All nodes of a level have the same offers: they are made once per batch slot."""
+        width = 1
+        for level, mine in enumerate(logits):
+            ids, scores = (part.expand(-1, width, -1) for part in self._offers(trees, level, mine[0]))
+            front = trees.grow(ids, scores)
+            if front is None:
+                break
+            width = front.tokens.shape[1]
         self._write(*trees.result())
 
     def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:

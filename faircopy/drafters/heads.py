@@ -64,6 +64,7 @@ class Head(nn.Module, ABC):
     """
 
     deep: ClassVar[bool] = False  # whether guesses beyond the first level need keys and values of their own
+    independent: ClassVar[bool] = False  # whether no level depends on the tokens guessed before it
 
     def __init__(self, config: HeadConfig, wants: tuple[int, ...], layers: int = 0) -> None:
         super().__init__()
@@ -123,6 +124,10 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
         """What follows these tokens, given what was remembered above them; level 0 follows the text itself."""
+
+    def all_levels(self, memory: Tensor, levels: int) -> list[Tensor]:
+        """Logits [B, T, V] of every level, of a method whose levels are independent."""
+        return [self.step(level, memory, memory.new_empty(0)).logits for level in range(levels)]
 
     def tree(self, max_nodes: int) -> Tree:
         """An empty tree of the method's own kind."""

@@ -38,6 +38,8 @@ class Residual(nn.Module):
 class Medusa(Head):
     """`shared`: all heads speak through the target's own output layer, and are a fraction of the size."""
 
+    independent = True
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config, (FINAL,))
         hidden, options = config.shape.hidden, config.options
@@ -55,6 +57,12 @@ class Medusa(Head):
         out = self.blocks[level](memory)
         logits = self._outputs()[level](out) / self.token_weights.divisor if self.own else self.speak(out)
         return Guess(logits, memory, out)
+
+    def all_levels(self, memory: Tensor, levels: int) -> list[Tensor]:
+        """Heads that share an output layer read it once."""
+        if self.own:
+            return super().all_levels(memory, levels)
+        return list(self.speak(torch.stack([self.blocks[level](memory) for level in range(levels)])).unbind())
 
     def tree(self, max_nodes: int) -> Tree:
         return StaticTree(self._shape, max_nodes)
