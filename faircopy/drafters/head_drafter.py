@@ -160,9 +160,6 @@ class HeadDrafter(Drafter):
 
     def _grow(self, growing: list[_GrowingTree], memory: Tensor) -> None:
         """Level by level, all sequences together."""
-        if self._head.independent:
-            self._grow_independent(growing, memory)
-            return
         tokens = torch.tensor([growth.seq.tokens[-1] for growth in growing], device=memory.device)
         front = [(growth, -1) for growth in growing]
         rows: Rows | None = None
@@ -177,18 +174,6 @@ class HeadDrafter(Drafter):
             memory = guess.memory[0][[above[growth, growth.tree.above(node)] for growth, node in front]]
             tokens = torch.tensor([growth.tree.tokens[node] for growth, node in front], device=memory.device)
             rows = self._node_rows(front) if self._head.deep and level + 1 < self._head.levels else None
-
-    def _grow_independent(self, growing: list[_GrowingTree], memory: Tensor) -> None:
-        """All nodes of a level have the same guesses: they are made once per sequence."""
-        front = [(growth, -1) for growth in growing]
-        places = {growth: n for n, growth in enumerate(growing)}
-        levels = min(self._head.levels, max(growth.tree.max_nodes for growth in growing))
-        for logits in self._head.all_levels(memory[None], levels):
-            usable = torch.nan_to_num(logits[0].float(), neginf=-torch.inf)
-            self._offer(front, usable[[places[growth] for growth, _ in front]])
-            front = [(growth, node) for growth in dict.fromkeys(g for g, _ in front) for node in growth.tree.front]
-            if not front:
-                return
 
     def _node_rows(self, front: list[tuple[_GrowingTree, int]]) -> Rows:
         """Slots for the nodes in front, behind those expanded before."""
