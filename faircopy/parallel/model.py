@@ -95,7 +95,8 @@ class ParallelModel(SharedModel):
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
         try:
-            return run_share(self.group, self._own, packed, self._announced(packed, cache), taps)
+            wants = () if taps is None else taps.wants
+            return run_share(self.group, self._own, packed, self._announced(packed, cache, wants), taps)
         except BaseException as error:
             self._left(error)
             raise

@@ -74,7 +74,7 @@ class Run(NamedTuple):
     model: int
     cache: int
     packed: Packed
-    wants: tuple[int, ...] = ()  # hidden states that rank 0 wants of a pipeline
+    wants: tuple[int, ...] = ()  # hidden states that rank 0 wants: they decide which rows go on to the end
 
 
 Order = Load | Release | NewCache | DropCache | Move | Run | Rehearse
@@ -126,7 +126,7 @@ class Shards:
             assert isinstance(model, StageModel), "pipelines are made of stages"
             run_stage(self.group, model, order.packed, cache, order.wants)
         else:
-            run_share(self.group, model, order.packed, cache)
+            run_share(self.group, model, order.packed, cache, Taps(order.wants) if order.wants else None)
 
 
 def load_share(group: Group, order: Load) -> Model:
