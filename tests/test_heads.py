@@ -415,6 +415,33 @@ def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Te
     return runner.forward(Batch([seq], [5], [0]), Draft.empty(1)).states
 
 
+@pytest.mark.parametrize("method", ["clover", "clover2", "scylla", "eagle3"])
+def test_a_head_may_guess_the_frequent_tokens_alone(checkpoint: Callable[..., str], method: str) -> None:
+    folder = checkpoint("llama")
+    model = load(folder)
+    head = head_for(folder, model, method, draft_vocab=20)
+    counts = torch.zeros(model.vocab, dtype=torch.int64)
+    frequent = torch.arange(7, model.vocab, 2)[:20]
+    counts[frequent] = 5
+    head.keep_frequent(counts)
+    assert head.words is not None and head.words.tolist() == frequent.tolist()
+    prompts = random_prompts(4, model.vocab, seed=5)
+    params = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.9)] * 2
+    engine = engine_of(model, draft=head, lengths=lambda seq: 3)
+    proposed: set[int] = set()
+    propose = engine.drafter.propose
+
+    def watched(batch: Batch) -> Draft:
+        draft = propose(batch)
+        proposed.update(token for tokens in draft.tokens for token in tokens)
+        return draft
+
+    engine.drafter.propose = watched  # type: ignore[method-assign]
+    seqs = run(engine, requests_of(prompts, params, [0] * 4))
+    assert proposed and proposed <= set(frequent.tolist())
+    assert_same(seqs, references(model, prompts, params, [0] * 4))
+
+
 ON_KERNELS = ("eagle3", "scylla", "clover")
 
 

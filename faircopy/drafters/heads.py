@@ -73,6 +73,9 @@ class Head(nn.Module, ABC):
         self.name, self.vocab, self.context = config.method, config.vocab, config.shape.context
         self._token_weights: TokenWeights | None = None
         self._product: Product | None = None
+        count = min(int(config.options.get("draft_vocab") or config.vocab), config.vocab)
+        if count < config.vocab:
+            self.register_buffer("words_kept", torch.arange(count))
 
     @property
     def token_weights(self) -> TokenWeights:
@@ -102,6 +105,16 @@ class Head(nn.Module, ABC):
         """Memory of its own parameters; what it shares with its target is the target's."""
         return sum(p.nbytes for p in self.parameters())
 
+    @property
+    def words(self) -> Tensor | None:
+        """The tokens it guesses, of a head with `draft_vocab`; None: all."""
+        return self._buffers.get("words_kept")
+
+    def keep_frequent(self, counts: Tensor) -> None:
+        """Guess only the most frequent tokens, of a head with `draft_vocab`: counts [V] of the training text."""
+        if self.words is not None:
+            self.words.copy_(counts.argsort(descending=True, stable=True)[: len(self.words)].sort().values)
+
     def bind(self, weights: TokenWeights) -> Self:
         """Share the target's embedding and head; they are not part of its own weights."""
         self._token_weights = weights
@@ -109,7 +122,10 @@ class Head(nn.Module, ABC):
 
     def serve(self) -> Self:
         """From now on it only guesses: the target's head is packed as the target packs its own."""
-        self._product = product(self.token_weights.rows.to(self.dtype), self.token_weights.bias, exact=False)
+        rows, bias, kept = self.token_weights.rows, self.token_weights.bias, self.words
+        if kept is not None:
+            rows, bias = rows[kept], None if bias is None else bias[kept]
+        self._product = product(rows.to(self.dtype), bias, exact=False)
         if self.device.type == "cuda":
             self.run_on_kernels()
         return self.eval()
@@ -155,14 +171,20 @@ class Head(nn.Module, ABC):
         return {}
 
     def speak(self, out: Tensor) -> Tensor:
-        """Logits of states, through the target's head."""
+        """Logits of states, through the target's head; of one that serves, of the tokens it guesses."""
         weights = self.token_weights
         if self._product is not None:
-            logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
+            logits = self._over_vocabulary(self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1))
         else:
             bias = None if weights.bias is None else weights.bias.to(out.dtype)
             logits = F.linear(out, weights.rows.to(out.dtype), bias)
         return logits if weights.divisor == 1.0 else logits / weights.divisor
+
+    def _over_vocabulary(self, few: Tensor) -> Tensor:
+        """Logits of the guessed tokens among those of all, which are never guessed."""
+        if self.words is None:
+            return few
+        return few.new_full((*few.shape[:-1], self.vocab), -torch.inf).index_copy(-1, self.words, few)
 
     def _like(self) -> Tensor:
         return next(self.parameters())

@@ -76,6 +76,9 @@ def head(
     method: Annotated[str, typer.Option(help="medusa, clover, clover2, eagle3 or scylla.")] = "clover",
     levels: Annotated[int | None, typer.Option(help="Tokens guessed ahead, if not the method's own number.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of clover2 and scylla.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=1, help="Tokens it guesses: the most frequent ones of the training text.")
+    ] = None,
     pretrain: Annotated[
         list[Path] | None, typer.Option(help="Raw text for a first stage of training; may be given several times.")
     ] = None,
@@ -87,7 +90,8 @@ def head(
     from faircopy.train.runs import train_head
 
     plan = replace(plan, pretrain=pretrain or [], pretrain_steps=pretrain_steps)
-    options = {} if layers is None else {"layers": layers}
+    given = {"layers": layers, "draft_vocab": draft_vocab}
+    options = {name: value for name, value in given.items() if value is not None}
     show(train_head(plan, method, levels, **options), plan.target, Console())
 
 

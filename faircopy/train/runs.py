@@ -15,7 +15,6 @@ from torch import Tensor
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import LAYERED, METHODS, new_head, save_head
 from faircopy.drafters.heads import Head
-from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.errors import ConfigError
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
@@ -119,6 +118,11 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     if "layers" in options and method not in LAYERED:
         remedy = f"leave it out, or use one of {', '.join(LAYERED)}"
         raise ConfigError("--layers", options["layers"], f"{method} has a fixed number of layers", remedy)
+    if "draft_vocab" in options and method == "medusa" and not options.get("shared"):
+        remedy = "leave it out, or use another method"
+        raise ConfigError(
+            "--draft-vocab", options["draft_vocab"], "medusa's heads have output layers of their own", remedy
+        )
     if levels is not None and not 1 <= levels <= 16:
         raise ConfigError("--levels", levels, "not within 1 to 16", "papers use 3 to 7")
     plan = plan.check()
@@ -127,8 +131,7 @@ def train_head(plan: Plan, method: str, levels: int | None = None, **options: An
     raw = _raw_text(plan) if plan.pretrain else None
     teacher = _teacher(plan)
     head = new_head(method, plan.target, stock_token_weights(teacher.stock), levels, plan.seed, **options)
-    if isinstance(head, Eagle3):
-        head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
+    head.keep_frequent(torch.bincount(text.long().cpu(), minlength=head.vocab))
     head = head.to(plan.torch_device())
     task = HeadTask(head, teacher)
     before = 0 if raw is None else _pretrain(task, raw, plan)

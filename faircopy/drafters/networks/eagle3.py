@@ -69,6 +69,7 @@ class Eagle3(Head):
         self.rope, self.layer = Rope(shape), FusedLayer(config)
         if self.own:
             count = options.get("draft_vocab") or options.get("words") or config.vocab  # words: its name in old folders
+            count = min(count, config.vocab)
             self.fuse = nn.Linear(self.input_size, shape.hidden, bias=False)
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
@@ -104,10 +105,8 @@ class Eagle3(Head):
             copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def keep_frequent(self, counts: Tensor) -> None:
-        """Guess only the most frequent tokens: counts [V] of the training text."""
+        super().keep_frequent(counts)
         if self.own:
-            kept = counts.argsort(descending=True, stable=True)[: len(self.words_kept)].sort().values
-            self.words_kept.copy_(kept)
             copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def _fused(self, states: Tensor) -> Tensor:
@@ -142,8 +141,7 @@ class Eagle3(Head):
             return Guess(self.speak(memory), memory, memory)
         out = self.norm(memory) if out is None else out
         few = self.output(out) if self._outputs is None else self._outputs(out.flatten(0, -2)).view(*out.shape[:-1], -1)
-        logits = few.new_full((*few.shape[:-1], self.vocab), -torch.inf)
-        return Guess(logits.index_copy(-1, self.words_kept, few), memory, out)
+        return Guess(self._over_vocabulary(few), memory, out)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.token_weights.embedding[tokens].to(self.dtype)
