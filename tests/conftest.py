@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
 from tests.zoo import build
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # for what is made once per file; before each test see below
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -354,8 +354,10 @@ def shared(path: str, size: int) -> Model:
     return load_model(path, torch.float32, CPU, ranks=Share(0, size))
 
 
-def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str]) -> None:
-    """Through LLM, whose answers are those of one rank before; idle, and in the middle of an answer."""
+def test_a_rank_that_dies_ends_the_job_with_its_name(
+    folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through LLM, whose answers are those of one rank before; in the middle of a pass, and idle."""
     prompts = [list(request.prompt) for request in requests(4)]
     options: dict[str, Any] = {"cache_memory": "8MiB", "threads": 1}
     llm = LLM(folder("dense"), "ngram", k=2, tensor_parallel=2, **options)
@@ -363,13 +365,19 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str])
     assert [a.token_ids for a in llm.generate(prompts)] == [a.token_ids for a in one.generate(prompts)]
     assert "2 ranks" in llm.explain()["backend"]
     assert isinstance(llm.model, ParallelModel)
-    (worker,) = llm.model.group.pids
-    answers = llm.answers(prompts * 8, SamplingParams(max_tokens=400))
-    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
-    begin = time.monotonic()
+    group = llm.model.group
+    (worker,), gather, gathers, killed = group.pids, group.gather, count(1), []
+
+    def kill_at_the_50th(x: Tensor) -> Tensor:
+        if next(gathers) == 50:
+            os.kill(worker, signal.SIGKILL)
+            killed.append(time.monotonic())
+        return gather(x)
+
+    monkeypatch.setattr(group, "gather", kill_at_the_50th)
     with pytest.raises(RankError, match="rank = 1: its process was ended by signal 9"):
-        list(answers)
-    assert time.monotonic() - begin < 10
+        llm.generate(prompts * 8, SamplingParams(max_tokens=400))
+    assert time.monotonic() - killed[0] < 10
     with pytest.raises(RankError, match="rank = 1"):
         llm.generate(prompts)
 
