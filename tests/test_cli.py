@@ -327,6 +327,10 @@ def test_help_shows_defaults_of_lists_and_no_type_of_flags(call) -> None:  # typ
 def test_the_package_runs_as_a_module_and_completes() -> None:
     shown = subprocess.run([sys.executable, "-m", "faircopy", "--version"], capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stdout) == (0, "0.1.0\n")
+    program = "import sys; sys.argv[1:] = ['--help']; from faircopy.cli import main\ntry: main()\n"
+    program += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    helped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "generate" in helped.stdout and helped.stdout.endswith("False False\n"), "loading torch takes seconds"
     asked = {**os.environ, "_FAIRCOPY_COMPLETE": "complete_bash", "COMP_WORDS": "faircopy ge", "COMP_CWORD": "1"}
     program = "import sys; sys.argv[0] = 'faircopy'; from faircopy.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=False)
