@@ -67,6 +67,16 @@ def layer_texts(folder: str, sampling: str) -> tuple[list[list[int]], list[Sampl
     return prompts, params, expect(model, prompts, params)
 
 
+@cache
+def texts_with_one_beginning(folder: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
+    model = load(folder)
+    stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
+    prompts = [stem[:40] + tail for tail in random_prompts(12, model.vocab, seed=9, longest=30)]
+    sampled = SamplingParams(max_tokens=30, temperature=1.0, logprobs=1)
+    params = [SamplingParams(max_tokens=30, logprobs=1), sampled, SamplingParams(max_tokens=30, prompt_logprobs=0)] * 4
+    return prompts, params, expect(model, prompts, params)
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_drafter_k_and_batch_gives_plain_decoding_on_a_table(strategy: str, sampling: str) -> None:
@@ -215,11 +225,8 @@ def test_joining_leaving_chunks_preemption_and_reuse_change_nothing(
     """Requests with a common beginning arrive over time into a pool too small for them, some are aborted."""
     folder = checkpoint("llama")
     model = load(folder)
-    stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
-    prompts = [stem[:40] + tail for tail in random_prompts(12, model.vocab, seed=9, longest=30)]
-    sampled = SamplingParams(max_tokens=30, temperature=1.0, logprobs=1)
-    params = [SamplingParams(max_tokens=30, logprobs=1), sampled, SamplingParams(max_tokens=30, prompt_logprobs=0)] * 4
-    expected = expect(model, prompts, params)
+    prompts, params, expected = texts_with_one_beginning(folder)
+    sampled = params[1]
     drafts = {"model": load(checkpoint("llama", 1)), **{name: head_for(folder, model, name) for name in HEADS}}
     for drafter in ("none", "mixed", *drafts):
         draft = drafts.get(drafter)
