@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ MAIN = "tree 60, T=0"
 NEW = 40
 
 
+@cache
 def written(folder: str, temperature: float) -> tuple[list[list[int]], list[list[int]], HeldOutTexts]:
     """Prompts, what the target writes behind them in the engine, and the same as held-out texts."""
     model = load(folder)
