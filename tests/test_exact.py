@@ -109,7 +109,7 @@ def test_every_drafter_k_and_batch_gives_plain_decoding_on_a_table(strategy: str
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_drafter_gives_plain_decoding_on_real_layers(
     checkpoint: Callable[..., str], strategy: str, name: str, sampling: str

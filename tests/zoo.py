@@ -89,7 +89,7 @@ SUPPORTED: Table = {
     "mistral_window": ("mistral", {"sliding_window": 8}),
     "ministral": ("ministral", WINDOW),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox": ("gpt_neox", {"num_hidden_layers": 4}),
     "gemma": ("gemma", {}),
     "gemma2": (
         "gemma2",
