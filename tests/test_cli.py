@@ -43,7 +43,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  
 
 
 def test_generate_answers_its_arguments(call) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = call("generate", "Once upon a time", "The dog", "--max-tokens", "8")
+    code, out, _ = call("generate", "Once upon a time", "The dog", "--max-tokens", "8", "--k", "4")
     assert code == 0
     assert out.count("drafts accepted") == 2
     assert "Once upon a time, there was" in out
