@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from faircopy.errors import FaircopyError
@@ -10,7 +11,7 @@ from faircopy.requests import Prompt
 from faircopy.text import IncrementalText
 from faircopy.types import FinishReason, Logprobs, Sequence
 
-Decode = Callable[[list[int]], str]
+MakeText = Callable[[Seq[int]], IncrementalText]
 
 
 @dataclass(slots=True)
@@ -71,11 +72,11 @@ class Answer:
         return next((output.error for output in self.outputs if output.error is not None), None)
 
 
-def make_answer(prompt: Prompt, seqs: list[Sequence], decode: Decode) -> Answer:
-    """The answer to a prompt, from its finished sequences."""
+def make_answer(prompt: Prompt, seqs: list[Sequence], text: MakeText) -> Answer:
+    """The answer to a prompt, from its finished sequences. text: begins the text behind a prompt."""
     first = seqs[0]
     logprobs = first.prompt_logprobs if first.params.prompt_logprobs is not None else None
-    return Answer(prompt, list(first.prompt), [_completion(seq, decode) for seq in seqs], logprobs)
+    return Answer(prompt, list(first.prompt), [_completion(seq, text) for seq in seqs], logprobs)
 
 
 def refused(prompt: Prompt, error: FaircopyError) -> Answer:
@@ -83,10 +84,10 @@ def refused(prompt: Prompt, error: FaircopyError) -> Answer:
     return Answer(prompt, [], [Completion("", [], "error", 0, 0, 0, 0, error=error)])
 
 
-def _completion(seq: Sequence, decode: Decode) -> Completion:
+def _completion(seq: Sequence, text: MakeText) -> Completion:
     assert seq.finished is not None, "only a finished sequence is an answer"
     return Completion(
-        text=_text(seq, decode),
+        text=_text(seq, text),
         token_ids=seq.output,
         finish_reason=seq.finished,
         drafted=seq.drafted,
@@ -99,11 +100,11 @@ def _completion(seq: Sequence, decode: Decode) -> Completion:
     )
 
 
-def _text(seq: Sequence, decode: Decode) -> str:
+def _text(seq: Sequence, make: MakeText) -> str:
     """The text that was decoded as the tokens came, or the tokens decoded the same way now."""
     text = seq.request.text
     if not isinstance(text, IncrementalText):
-        text = IncrementalText(decode, seq.prompt)
+        text = make(seq.prompt)
         for token in seq.output:
             text.push(token)
     return text.finish()

@@ -172,6 +172,10 @@ class LLM:
         """The text of tokens, special ones left out; empty without a tokenizer."""
         return self._reader.decode(tokens)
 
+    def text(self, prompt: Seq[int], stop: Seq[str] = ()) -> IncrementalText:
+        """The text behind a prompt, for callers that step the engine themselves: it takes tokens as they come."""
+        return self._reader.text(prompt, stop)
+
     def request(self, prompt: Prompt, params: SamplingParams, k: int | None = None, streamed: bool = False) -> Request:
         """A prompt as the engine takes it, for callers that step the engine themselves."""
         if self._plan is not None:
@@ -309,9 +313,7 @@ class PendingAnswer:
                 llm.engine.abort(seq)
 
     def answer(self, llm: LLM) -> Answer:
-        return (
-            make_answer(self.prompt, self.seqs, llm.decode) if self.error is None else refused(self.prompt, self.error)
-        )
+        return make_answer(self.prompt, self.seqs, llm.text) if self.error is None else refused(self.prompt, self.error)
 
 
 def memory_line(model: Model, memory: dict[str, int]) -> str:

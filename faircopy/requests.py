@@ -12,7 +12,7 @@ from faircopy import rng
 from faircopy.errors import ConfigError, OutOfPages, RequestError
 from faircopy.layout.block_tables import BlockTables
 from faircopy.model.base import Model
-from faircopy.model.loader import text_decoder
+from faircopy.model.loader import space_cleaner, text_decoder
 from faircopy.text import IncrementalText
 from faircopy.types import Request, SamplingParams
 
@@ -32,7 +32,7 @@ class RequestReader:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any | None) -> None:
-        self._tokenizer, self._decode = tokenizer, text_decoder(tokenizer)
+        self._tokenizer, self._decode, self._clean = tokenizer, text_decoder(tokenizer), space_cleaner(tokenizer)
         self._single: dict[int, str] = {}  # texts of single tokens, which streams ask for again and again
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -47,6 +47,14 @@ class RequestReader:
             raise RequestError("prompt", prompt, "not valid text", "remove what is not Unicode") from error
 
     def decode(self, tokens: list[int]) -> str:
+        text = self._decode_raw(tokens)
+        return text if self._clean is None else self._clean(text)
+
+    def text(self, prompt: Seq[int], stop: Seq[str] = ()) -> IncrementalText:
+        """The text behind a prompt, from tokens that are yet to come."""
+        return IncrementalText(self._decode_raw, prompt, stop, self._clean)
+
+    def _decode_raw(self, tokens: list[int]) -> str:
         if len(tokens) != 1:
             return self._decode(tokens)
         text = self._single.get(tokens[0])
@@ -61,7 +69,7 @@ class RequestReader:
         ids = self.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", params.stop, "there is no tokenizer for text", "use stop_token_ids")
-        text = IncrementalText(self.decode, ids, params.stop) if params.stop or streamed else None
+        text = self.text(ids, params.stop) if params.stop or streamed else None
         seed = rng.fresh_seed() if params.seed is None else params.seed
         return Request(tuple(ids), params, seed, k, text, self._bad_words(params))
 
@@ -83,7 +91,7 @@ class RequestReader:
             raise RequestError("messages", messages, f"the chat template fails ({error})", "check roles") from error
 
     def _sample(self, first: Request, index: int) -> Request:
-        text = None if first.text is None else IncrementalText(self.decode, first.prompt, first.params.stop)
+        text = None if first.text is None else self.text(first.prompt, first.params.stop)
         return replace(first, seed=rng.sample_seed(first.seed, index), text=text)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

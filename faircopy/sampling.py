@@ -174,13 +174,13 @@ def _adjust(scores: Tensor, row: SamplingRow) -> None:
 
 def _penalise(scores: Tensor, params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
     if params.repetition_penalty != 1.0:
-        seen = sorted({*prompt, *output})
+        seen = torch.tensor(sorted({*prompt, *output}), device=scores.device)
         values, factor = scores[seen], scores.new_tensor(params.repetition_penalty)  # CUDA divides by a tensor exactly
         scores[seen] = torch.where(values > 0, values / factor, values * factor)
     counts = Counter(output)
     if counts and (params.presence_penalty or params.frequency_penalty):
-        tokens = list(counts)
-        times = torch.tensor([counts[t] for t in tokens], dtype=torch.float32, device=scores.device)
+        tokens = torch.tensor(list(counts), device=scores.device)
+        times = torch.tensor(list(counts.values()), dtype=torch.float32, device=scores.device)
         scores[tokens] -= params.presence_penalty + params.frequency_penalty * times
 
 

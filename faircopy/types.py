@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from faircopy.errors import DraftError, FaircopyError, RequestError
+
+if TYPE_CHECKING:  # the command line's help needs this module and not torch
+    import torch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Logprobs = dict[int, float]  # token id -> log probability: the chosen token first, then the best ones

@@ -12,18 +12,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers.utils import logging
 
-from tests.zoo import build
-
-logging.disable_progress_bar()
-torch.set_num_threads(1)  # for what is made once per file; before each test see below
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever only hands tests to other processes needs none of what they import."""
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+    from hypothesis import HealthCheck, settings
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # for what is made once per file; before each test see below
+    calm = settings(settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("any machine", calm)
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,6 +44,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Folder of a tiny random model of the zoo, written once."""
+    from tests.zoo import build
+
     made: dict[tuple[str, int], str] = {}
 
     def folder(name: str, seed: int = 0) -> str:

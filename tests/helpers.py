@@ -144,9 +144,12 @@ def expect(model: Model, prompts: list[list[int]], params: list[SamplingParams])
 
 def speculate(
     model: Model, draft: Model, drafter: str, prompts: list[list[int]], params: list[SamplingParams],
-    expected: list[Plain], k: int | None, **options: object,
+    expected: list[Plain], k: Callable[[Sequence], int] | int | None, **options: object,
 ) -> Engine:  # fmt: skip
-    """All prompts with one kind of drafter, to the end, compared with plain decoding; k None: it changes."""
+    """All prompts with one kind of drafter, to the end, compared with plain decoding.
+
+    k: for all sequences, or of each; None: it changes.
+    """
     scripts = {"right": right, "wrong": wrong, "mixed": mixed, "tree": mixed}
     made: Drafter | None = NgramDrafter(1, 3) if drafter == "ngram" else None
     if drafter in scripts:
@@ -155,7 +158,7 @@ def speculate(
         model,
         made,
         draft=draft if drafter == "model" else None,
-        lengths=changing if k is None else (lambda seq: k),
+        lengths=changing if k is None else k if callable(k) else (lambda seq: k),
         **{"max_batch": 8, **options},
     )
     seqs, ragged = run(engine, requests_of(prompts, params, list(range(len(prompts))))), is_ragged(engine)

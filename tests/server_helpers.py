@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,8 @@ from faircopy import LLM
 from faircopy.server.run import Server, in_thread
 from faircopy.server.settings import ServerConfig
 
+PATIENCE = 60.0  # seconds after which what a test waits for does not come any more
+
 
 class Running:
     """A server that runs, and a client for it."""
@@ -21,7 +24,7 @@ class Running:
     def __init__(self, server: Server) -> None:
         self.server, self.service, self.url = server, server.service, server.url
         self.port = int(server.url.rpartition(":")[2])
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         reply = self.http.post(path, json=body)
@@ -46,14 +49,35 @@ class Running:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
 
-    def settle(self, held: int = 0, seconds: float = 10.0) -> None:
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """The engine makes no step in here: requests that are sent meanwhile are in its queue together."""
+        stopped, go_on = threading.Event(), threading.Event()
+        self.service._thread.call(lambda: (stopped.set(), go_on.wait()))
+        assert stopped.wait(PATIENCE), "the engine did not come to the end of a step"
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def wait_for_open(self, count: int) -> None:
+        """Until the server has this many sequences that have not ended."""
+        wait_until(lambda: self.service.open == count)
+
+    def settle(self, held: int = 0) -> None:
         """Wait until no sequence is in work, and check the pages."""
-        until = time.monotonic() + seconds
-        while self.service.engine.busy and time.monotonic() < until:
-            time.sleep(0.01)
         engine = self.service.engine
-        assert not engine.busy and engine.tables.held() == held
+        wait_until(lambda: not engine.busy)
+        assert engine.tables.held() == held
         engine.tables.check()
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    """Wait for what must come; a machine that is busy may take its time."""
+    end = time.monotonic() + PATIENCE
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert ready()
 
 
 @contextmanager

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 
-from faircopy import LLM, SamplingParams, bundled
+from click.testing import Result
+from typer.testing import CliRunner
+
+from faircopy import LLM, SamplingParams, bundled, cli
 from faircopy.errors import ConfigError
 from faircopy.terminal.batch_file import BatchFile
 
-COMMAND = [sys.executable, "-m", "faircopy", "batch", "--threads", "1", "--dtype", "float32"]
+COMMAND = ["batch", "--threads", "1", "--dtype", "float32"]
+KILLED_AFTER_8 = """
+import os, signal
+from faircopy import cli
+from faircopy.terminal.batch_file import BatchFile
+
+add, left = BatchFile.add, iter(range(7, -1, -1))
+
+def add_and_die(file, answer):
+    add(file, answer)
+    if not next(left):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+BatchFile.add = add_and_die
+cli.main()
+"""
 CHAT = [{"role": "user", "content": "Tell me of a dog."}]
 
 
@@ -43,9 +60,8 @@ def stories(count: int, tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(requests: Path, answers: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "--in", str(requests), "--out", str(answers), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(requests: Path, answers: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli.app, [*COMMAND, "--in", str(requests), "--out", str(answers), *more])
 
 
 def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
@@ -57,7 +73,7 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
         request("model", prompt="x", model="gpt-9"),
     ]
     done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
-    assert done.returncode == 1 and "3 requests were refused" in done.stderr
+    assert done.exit_code == 1 and "3 requests were refused" in done.stderr
     found = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
     assert len(found) == len(lines)
     assert {name: found[name]["status_code"] for name in ("wrong", "streamed", "model")} == {
@@ -75,17 +91,15 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
 def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Path) -> None:
     lines, out = stories(64, 24), tmp_path / "out.jsonl"
     requests = write(tmp_path / "in.jsonl", lines)
-    process = subprocess.Popen([*COMMAND, "--in", str(requests), "--out", str(out), "--batch", "4"], stderr=PIPE)
-    while process.poll() is None and _lines(out) < 8:
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    kept = _lines(out)
-    assert 8 <= kept < 64
+    arguments = [*COMMAND, "--in", requests, "--out", out, "--batch", "4"]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER_8, *arguments], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    kept = len(read(out))
+    assert kept == 8
     with out.open("a") as file:
         file.write('{"id": "batch_req_1", "custom_id": "r1')  # a line that a kill cut
     again = run(requests, out, "--batch", "16")
-    assert again.returncode == 0 and f"{kept} of 64 requests are already answered" in again.stderr
+    assert again.exit_code == 0 and f"{kept} of 64 requests are already answered" in again.stderr
     answers = read(out)
     assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in lines)
     llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
@@ -93,15 +107,11 @@ def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Pa
     params = [SamplingParams(max_tokens=24, temperature=body["temperature"], seed=body["seed"]) for body in bodies]
     alone = llm.generate([body["prompt"] for body in bodies], params, progress=False)
     assert texts(answers) == {line["custom_id"]: answer.text for line, answer in zip(lines, alone, strict=True)}
-    assert run(requests, out).returncode == 0 and len(read(out)) == 64  # nothing is left to do
+    assert run(requests, out).exit_code == 0 and len(read(out)) == 64  # nothing is left to do
 
 
 def texts(answers: list[dict[str, Any]]) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.parametrize(

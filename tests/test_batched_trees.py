@@ -68,7 +68,7 @@ def together(trees: BatchedTrees, seeds: list[int], levels: int, only: list[int 
 
 
 @pytest.mark.parametrize("kind", ["chain", "spent", "reranked", "static"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(max_nodes=st.integers(1, 30), levels=st.integers(1, 7), seed=st.integers(0, 9999))
 def test_batched_trees_are_the_trees_of_their_rule(kind: str, max_nodes: int, levels: int, seed: int) -> None:
     shape = best_shape([[0.6 * 0.8**level * 0.4**rank for rank in range(OFFERED)] for level in range(levels)], 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 from rich.console import Console
 
 from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cli
+from faircopy.audit.models import audit_models
+from faircopy.audit.report import Report
 from faircopy.errors import OutputError
 from faircopy.files import replace_text
 from faircopy.terminal.chat import chat
@@ -40,7 +43,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  
 
 
 def test_generate_answers_its_arguments(call) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = call("generate", "Once upon a time", "The dog", "--max-tokens", "8")
+    code, out, _ = call("generate", "Once upon a time", "The dog", "--max-tokens", "8", "--k", "4")
     assert code == 0
     assert out.count("drafts accepted") == 2
     assert "Once upon a time, there was" in out
@@ -327,19 +330,21 @@ def test_help_shows_defaults_of_lists_and_no_type_of_flags(call) -> None:  # typ
 def test_the_package_runs_as_a_module_and_completes() -> None:
     shown = subprocess.run([sys.executable, "-m", "faircopy", "--version"], capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stdout) == (0, "0.1.0\n")
+    program = "import sys; sys.argv[1:] = ['--help']; from faircopy.cli import main\ntry: main()\n"
+    program += "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    helped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "generate" in helped.stdout and helped.stdout.endswith("False False\n"), "loading torch takes seconds"
     asked = {**os.environ, "_FAIRCOPY_COMPLETE": "complete_bash", "COMP_WORDS": "faircopy ge", "COMP_CWORD": "1"}
     program = "import sys; sys.argv[0] = 'faircopy'; from faircopy.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=False)
     assert "generate" in done.stdout and "audit" not in done.stdout
 
 
-def test_standard_input_is_read_when_there_is_nothing_else() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "faircopy.cli", "generate", "--json", "--max-tokens", "3"],
-        input="Tom\n\nThe dog\n", capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert sorted(json.loads(line)["prompt"] for line in done.stdout.splitlines()) == ["The dog", "Tom"]
+def test_standard_input_is_read_when_there_is_nothing_else(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom\n\nThe dog\n")))
+    code, out, err = call("generate", "--json", "--max-tokens", "3")
+    assert code == 0, err
+    assert sorted(json.loads(line)["prompt"] for line in out.splitlines()) == ["The dog", "Tom"]
 
 
 @pytest.mark.parametrize("content", ["{broken", '{"text": "a"}', '{"turns": []}', '{"prompt": 3}', "[1]"])
@@ -496,7 +501,11 @@ def test_the_demo_shows_costs_and_the_verdict() -> None:
     assert "try next: faircopy generate" in " ".join(text.split())
 
 
-def test_the_demo_fits_a_terminal() -> None:
+def test_the_demo_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_audit(target: str, drafts: list[str], prompts: list[str], *rest: object, **options: object) -> Report:
+        return audit_models(target, drafts[:1], prompts[:2], SamplingParams(max_tokens=4), batches=(2,), ks=(2,))
+
+    monkeypatch.setattr("faircopy.terminal.demo.audit_models", short_audit)  # its verdict takes one line
     console = Console(record=True, width=100)
     assert demo(bundled.target(), bundled.draft(), choose_prompts(), 2, 48, console)
     shown = console.export_text().splitlines()

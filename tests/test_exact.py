@@ -43,6 +43,7 @@ from tests.helpers import (
 from tests.zoo import ZOO, build
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, None)  # None: k changes within the run
+K = Callable[[Sequence], int] | int | None
 OTHERWISE = (("ragged", False), ("padded", True), ("realign", True), ("ems", True))  # not as published
 
 
@@ -53,6 +54,19 @@ def in_turn(lengths: Seq[int | None], strategy: str, *places: int) -> Seq[int | 
     return [lengths[(list(STRATEGIES).index(strategy) + sum(places)) % len(lengths)]]
 
 
+def every_length(seq: Sequence) -> int:
+    """All of LENGTHS in one batch."""
+    k = LENGTHS[seq.id % len(LENGTHS)]
+    return changing(seq) if k is None else k
+
+
+def lengths_of(batch: int, strategy: str, *places: int) -> Seq[K]:
+    """All of them for batches of 3, and for ragged: there a batch of 32 has them all at once."""
+    if batch == 3:
+        return LENGTHS
+    return [every_length] if (strategy, batch) == ("ragged", 32) else in_turn(LENGTHS, strategy, *places, batch // 8)
+
+
 @cache
 def table_texts(sampling: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
     model, params = TableModel(), [SAMPLING[sampling]] * 32
@@ -60,35 +74,48 @@ def table_texts(sampling: str) -> tuple[list[list[int]], list[SamplingParams], l
     return prompts, params, expect(model, prompts, params)
 
 
+loaded = cache(load)
+
+
 @cache
 def layer_texts(folder: str, sampling: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
-    model, params = load(folder), [SAMPLING[sampling]] * 6
+    model, params = loaded(folder), [SAMPLING[sampling]] * 6
     prompts = random_prompts(6, model.vocab, seed=2)
+    return prompts, params, expect(model, prompts, params)
+
+
+@cache
+def texts_with_one_beginning(folder: str) -> tuple[list[list[int]], list[SamplingParams], list[Plain]]:
+    model = load(folder)
+    stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
+    prompts = [stem[:40] + tail for tail in random_prompts(12, model.vocab, seed=9, longest=30)]
+    sampled = SamplingParams(max_tokens=20, temperature=1.0, logprobs=1)
+    params = [SamplingParams(max_tokens=20, logprobs=1), sampled, SamplingParams(max_tokens=20, prompt_logprobs=0)] * 4
     return prompts, params, expect(model, prompts, params)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_drafter_k_and_batch_gives_plain_decoding_on_a_table(strategy: str, sampling: str) -> None:
-    """The whole product, on a model that costs nothing; a rectangle's batches of 1, 8 and 32 take their k in turn."""
+    """The whole product, on a model that costs nothing, with the draft lengths of `lengths_of`."""
     model, draft = TableModel(), TableModel(seed=0)
     draft._table = draft._table + 0.6 * TableModel(seed=1)._table  # right about half of the time
     texts, place = table_texts(sampling), list(SAMPLING).index(sampling)
     for n, drafter in enumerate(DRAFTERS):
         for batch in (1, 3, 8, 32):
-            for k in LENGTHS if batch == 3 else in_turn(LENGTHS, strategy, n, place, batch // 8):
+            for k in lengths_of(batch, strategy, n, place):
                 some = [part[: max(batch, 2)] for part in texts]
                 speculate(model, draft, drafter, *some, k, max_batch=batch, strategy=strategy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_drafter_gives_plain_decoding_on_real_layers(
     checkpoint: Callable[..., str], strategy: str, name: str, sampling: str
 ) -> None:
     """Every drafter with every parameter set; a rectangle takes its k in turn, and two waves of requests."""
-    model, draft = load(checkpoint(name)), load(checkpoint(name, 1))
+    model, draft = loaded(checkpoint(name)), loaded(checkpoint(name, 1))
     texts, place = layer_texts(checkpoint(name), sampling), list(SAMPLING).index(sampling)
     for n, drafter in enumerate(DRAFTERS):
         for k in in_turn((1, 3, 5, None), strategy, n, place):
@@ -215,11 +242,8 @@ def test_joining_leaving_chunks_preemption_and_reuse_change_nothing(
     """Requests with a common beginning arrive over time into a pool too small for them, some are aborted."""
     folder = checkpoint("llama")
     model = load(folder)
-    stem = random_prompts(1, model.vocab, seed=8, longest=70)[0] * 2
-    prompts = [stem[:40] + tail for tail in random_prompts(12, model.vocab, seed=9, longest=30)]
-    sampled = SamplingParams(max_tokens=30, temperature=1.0, logprobs=1)
-    params = [SamplingParams(max_tokens=30, logprobs=1), sampled, SamplingParams(max_tokens=30, prompt_logprobs=0)] * 4
-    expected = expect(model, prompts, params)
+    prompts, params, expected = texts_with_one_beginning(folder)
+    sampled = params[1]
     drafts = {"model": load(checkpoint("llama", 1)), **{name: head_for(folder, model, name) for name in HEADS}}
     for drafter in ("none", "mixed", *drafts):
         draft = drafts.get(drafter)

@@ -361,7 +361,7 @@ def test_the_grid_of_laws_runs_resumes_and_serves(
     sizes += ["--own-rows", "24", "--own-length", "60", "--own-seconds", "0", "--prompts-wanted", "6", "--lr", "5e-3"]
     sizes += ["--smallest", "192", "--doublings", "2", "--budgets", "0", "--depths", "1", "2", "--seeds", "2"]
     sizes += ["--answer-tokens", "300", "--answer-length", "24", "--continued", "4"]
-    for name, more in (("own", []), ("given", ["--given", str(given)])):
+    for name, more in (("own", []), ("given", ["--given", str(given), "--own-rows", "150"])):
         out = str(tmp_path / name)
         bench_laws.main([*sizes, *more, "--out", out, "--minutes", "0.26"])
         bench_laws.main([*sizes, *more, "--out", out, "--minutes", "5"])

@@ -31,6 +31,13 @@ for piece in llm.stream("one"):
     assert_type(piece, str)
 """
 
+MYPY = """
+[mypy]
+strict = true
+[mypy-torch.*,numpy.*,transformers.*]
+follow_imports = skip
+"""
+
 
 def call(*command: str | Path, cwd: Path, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -79,7 +86,8 @@ def test_a_script_beside_a_clone_imports_the_installed_package(installed: Path, 
 
 def test_the_public_interface_is_typed(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(SNIPPET)
-    call(sys.executable, "-m", "mypy", "--strict", "--python-executable", installed, "snippet.py", cwd=tmp_path)
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    call(sys.executable, "-m", "mypy", "--python-executable", installed, "snippet.py", cwd=tmp_path)
 
 
 def examples() -> list[tuple[str, str]]:

@@ -137,7 +137,7 @@ def bounded(engine: Engine) -> None:
         assert len(engine.tables.table(seq)) <= engine.tables.pages_for(len(seq.tokens))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 12),

@@ -9,11 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from itertools import count, product
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from transformers import AutoModelForCausalLM
 
 from faircopy import LLM, SamplingParams, build
@@ -32,9 +34,11 @@ from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
 from faircopy.model.loader import CheckpointTensors, load_model, load_stage
+from faircopy.parallel import launch
 from faircopy.parallel.group import Group
+from faircopy.parallel.interrupts import uninterrupted
 from faircopy.parallel.launch import start_ranks
-from faircopy.parallel.model import ParallelModel, Pipeline
+from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
 from faircopy.parallel.shards import Load
 from faircopy.testing import Plain, ScriptedDrafter, cacheless
 from faircopy.types import Request, Sequence
@@ -354,8 +358,10 @@ def shared(path: str, size: int) -> Model:
     return load_model(path, torch.float32, CPU, ranks=Share(0, size))
 
 
-def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str]) -> None:
-    """Through LLM, whose answers are those of one rank before; idle, and in the middle of an answer."""
+def test_a_rank_that_dies_ends_the_job_with_its_name(
+    folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through LLM, whose answers are those of one rank before; in the middle of a pass, and idle."""
     prompts = [list(request.prompt) for request in requests(4)]
     options: dict[str, Any] = {"cache_memory": "8MiB", "threads": 1}
     llm = LLM(folder("dense"), "ngram", k=2, tensor_parallel=2, **options)
@@ -363,15 +369,95 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(folder: Callable[..., str])
     assert [a.token_ids for a in llm.generate(prompts)] == [a.token_ids for a in one.generate(prompts)]
     assert "2 ranks" in llm.explain()["backend"]
     assert isinstance(llm.model, ParallelModel)
-    (worker,) = llm.model.group.pids
-    answers = llm.answers(prompts * 8, SamplingParams(max_tokens=400))
-    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
-    begin = time.monotonic()
+    group = llm.model.group
+    (worker,), gather, gathers, killed = group.pids, group.gather, count(1), []
+
+    def kill_at_the_50th(x: Tensor) -> Tensor:
+        if next(gathers) == 50:
+            os.kill(worker, signal.SIGKILL)
+            killed.append(time.monotonic())
+        return gather(x)
+
+    monkeypatch.setattr(group, "gather", kill_at_the_50th)
     with pytest.raises(RankError, match="rank = 1: its process was ended by signal 9"):
-        list(answers)
-    assert time.monotonic() - begin < 10
+        llm.generate(prompts * 8, SamplingParams(max_tokens=400))
+    assert time.monotonic() - killed[0] < 10
     with pytest.raises(RankError, match="rank = 1"):
         llm.generate(prompts)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("kind", [ParallelModel, Pipeline])
+def test_an_interrupt_ends_the_call_and_the_next_one_works(
+    folder: Callable[..., str], group: Group, kind: type[SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C anywhere in a pass: all ranks end it, its results are dropped, and the texts are the same afterwards."""
+    pipeline = kind is Pipeline
+    path = folder("deep" if pipeline else "dense")
+    llm = LLM(kind(group, Load(path, torch.float32, True, 1, pipeline=pipeline)), k=0, cache_memory="8MiB", threads=1)
+    prompts, params = [list(request.prompt) for request in requests(4)], SamplingParams(max_tokens=8)
+    wanted = [a.token_ids for a in llm.generate(prompts, params)]
+    for name, place in product(("send", "fetch" if pipeline else "gather"), (1, 2, 5, 7)):
+        calls, exchange = count(1), getattr(group, name)
+
+        def interrupted(*args: Any, exchange: Any = exchange, place: int = place, calls: Any = calls) -> Any:
+            if next(calls) == place:
+                signal.raise_signal(signal.SIGINT)
+            return exchange(*args)
+
+        monkeypatch.setattr(group, name, interrupted)
+        with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        monkeypatch.undo()
+        assert llm.engine.tables.held() == 0 and not llm.engine.busy
+        assert [a.token_ids for a in llm.generate(prompts, params)] == wanted
+
+
+def test_a_second_interrupt_ends_a_pass_at_once() -> None:
+    with handled_by(signal.default_int_handler):
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            reached = "the end"
+        assert reached == "the end"
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            reached = "too far"
+        assert reached == "the end" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(RankError), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            raise RankError("rank", 1, "it has ended", "look")
+
+
+@contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    """Ctrl-C as in a program or a notebook, whatever the process that runs the tests does with it."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_rank_that_dies_before_it_is_connected_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, sys; from torch._C._distributed_c10d import TCPStore\n"
+    script += "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False); store.set(sys.argv[2], '')\n"
+    script += "store.wait(['connecting']); os._exit(3)"
+
+    def start(rank: int, size: int, port: int, device: torch.device) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", script, str(port), launch.ready_key(rank)])
+
+    def connecting(store: Store, *about: Any) -> Group:
+        store.set("connecting", "")
+        begun.append(time.monotonic())
+        return Group(store, *about)
+
+    begun: list[float] = []
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "Group", connecting)
+    with pytest.raises(RankError, match=r"rank = 1: it could not start \(status 3\)"):
+        start_ranks(2, CPU)
+    assert time.monotonic() - begun[0] < 10
 
 
 def test_ranks_end_with_rank_0(other_rank_0: subprocess.Popen[str]) -> None:

@@ -95,7 +95,7 @@ def test_parameters_of_known_models() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 60), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_packed_weights_take_the_declared_bytes(outputs: int, pairs: int, dtype: torch.dtype) -> None:
     weight = torch.zeros(outputs, 2 * pairs, dtype=dtype)
     if fits(weight):
@@ -134,14 +134,17 @@ def test_a_pass_allocates_what_is_declared(dtype: torch.dtype, change: dict[str,
 
 
 @given(st.integers(1, 64), st.integers(32, 8000), st.integers(0, 16), st.sampled_from([NGRAM, DRAFT, HEAD]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_more_of_anything_takes_more_memory(batch: int, tokens: int, nodes: int, draft: DraftShape) -> None:
+    """But for partial results of attention: beyond a limit there are none."""
     setup = a_setup(batch=batch, tokens=tokens, nodes=nodes, levels=min(nodes, 5), draft=draft)
-    size = total(memory_items(setup))
     assert all(item.bytes > 0 for item in memory_items(setup))
-    assert total(memory_items(replace(setup, batch=batch + 1))) > size
-    assert total(memory_items(replace(setup, tokens=tokens + 32))) > size
-    assert total(memory_items(replace(setup, nodes=nodes + 1))) >= size
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("faircopy.planning.memory.partial_attention_bytes", lambda *about: 0)
+        size = total(memory_items(setup))
+        assert total(memory_items(replace(setup, batch=batch + 1))) > size
+        assert total(memory_items(replace(setup, tokens=tokens + 32))) > size
+        assert total(memory_items(replace(setup, nodes=nodes + 1))) >= size
     assert speculation_bytes(setup) >= 0
 
 
@@ -188,7 +191,7 @@ def test_medusa_as_published_writes_the_targets_text(checkpoint: Callable[..., s
 
 
 @given(st.lists(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(1, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_trees_value_is_the_sum_of_its_paths(table: list[list[float]], size: int) -> None:
     table = [sorted(level, reverse=True) for level in table]
     shape, values = best_shape(table, size), node_values(table, size)
@@ -224,7 +227,7 @@ def test_of_a_rung_the_fastest_that_fits_is_taken() -> None:
 
 
 @given(st.integers(14_000, 60_000), st.integers(1, 32), st.integers(64, 4000), st.integers(0, 8))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_plan_fits_its_budget_or_names_the_smallest_that_works(mib: int, batch: int, tokens: int, k: int) -> None:
     base = a_setup(batch=batch, tokens=tokens, chunk=8192)
 

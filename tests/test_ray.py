@@ -159,12 +159,12 @@ def test_32_streams_survive_a_replica_that_is_killed(fleet: Any) -> None:
     events = [0] * 32
     with ThreadPoolExecutor(32) as pool:
         streams = [pool.submit(streamed, n, events) for n in range(32)]
-        while sum(count >= 3 for count in events) < 24:
+        while sum(count >= 3 for count in events) < 12:
             time.sleep(0.01)
         os.kill(victim, signal.SIGKILL)
         under_way = sum(not stream.done() for stream in streams)
         texts = [stream.result() for stream in streams]
-    assert under_way >= 24 and texts == wanted
+    assert under_way >= 16 and texts == wanted
     assert victim not in pids()
 
 

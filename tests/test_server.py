@@ -29,7 +29,7 @@ from faircopy.model.loader import load_tokenizer
 from faircopy.server.settings import ServerConfig
 from faircopy.terminal.serve import check_port
 from faircopy.testing import ByteTokenizer, TableModel
-from tests.server_helpers import Running, serving
+from tests.server_helpers import PATIENCE, Running, serving, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 STORY = "Once upon a time"
@@ -419,37 +419,48 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def long_requests(pages: int, page: int) -> list[dict[str, Any]]:
+    """Four texts of one length that gain a token a step: they begin in the pages there are, and end in more."""
+    length = page * (pages // 4 - 1) - 6  # others fit beside them at first
+    more = page * (pages // 4) + 16 - length  # for some steps each holds one page more than a quarter
+    plain = {"max_tokens": more, "ignore_eos": True, "temperature": 0, "speculative": False}
+    return [{"prompt": [200 + n, *range(300, 299 + length)], **plain} for n in range(4)]
+
+
 def test_64_clients_get_what_each_gets_alone_without_drafts(server: Running) -> None:
     """Mixed parameters, joins, clients that leave, and too few pages for the batch: the same text to the last bit."""
-    requests = mixed_requests(64)
+    engine = server.service.engine
+    first = long_requests(engine.tables.pool.pages, engine.tables.page)
+    requests = first + mixed_requests(60)
     alone = [server.post(COMPLETIONS, **{**body, "speculative": False})["choices"] for body in requests]
-    before = server.service.engine.scheduler.preemptions
-    source = random.Random(1)
-    delays = [source.random() * 0.5 for _ in requests]
+    before = engine.scheduler.preemptions
 
     def ask(n: int) -> list[dict[str, Any]]:
-        time.sleep(delays[n])
         body = requests[n]
         if n % 3 == 0:
             return _joined(server.events(COMPLETIONS, **body))
         return list(server.post(COMPLETIONS, **body)["choices"])
 
     def leave(n: int) -> None:
-        time.sleep(delays[n])
         body = {**requests[n], "max_tokens": 200, "stream": True, "ignore_eos": True}
         body.pop("response_format", None)
         with server.http.stream("POST", COMPLETIONS, json=body) as reply:
             next(reply.iter_lines())
 
     with ThreadPoolExecutor(80) as pool:
-        leaving = [pool.submit(leave, n) for n in range(16)]
-        together = list(pool.map(ask, range(64)))
+        with server.held_back():  # the long ones are the oldest, and all others wait for a place beside them
+            together = [pool.submit(ask, n) for n in range(len(first))]
+            server.wait_for_open(len(first))
+            together += [pool.submit(ask, n) for n in range(len(first), 64)]
+            leaving = [pool.submit(leave, n) for n in range(len(first), 20)]
+            server.wait_for_open(sum(body.get("n", 1) for body in requests + requests[len(first) : 20]))
+        answers = [future.result() for future in together]
         for future in leaving:
             future.result()
-    for mine, wanted in zip(together, alone, strict=True):
+    for mine, wanted in zip(answers, alone, strict=True):
         assert [(c["text"], c["finish_reason"]) for c in mine] == [(c["text"], c["finish_reason"]) for c in wanted]
         assert [c["logprobs"] for c in mine] == [c["logprobs"] for c in wanted]
-    assert server.service.engine.scheduler.preemptions > before
+    assert engine.scheduler.preemptions > before
     server.settle()
     assert server.service.open == 0
 
@@ -470,25 +481,30 @@ def _joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_client_that_leaves_frees_its_pages_within_a_step() -> None:
     with serving(slow(table())) as server:
+        engine = server.service.engine
         for stream in (True, False):
             body = json.dumps({"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": stream})
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
                 client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-                while not server.service.engine.tables.held():
-                    time.sleep(0.005)
-            steps = server.service.engine.meter.steps
+                wait_until(lambda: engine.tables.held() > 0)
+                with server.held_back():
+                    client.close()
+                    server.wait_for_open(0)  # the close travels through two sockets
+                    steps = engine.meter.steps
             server.settle()
-            assert server.service.engine.meter.steps - steps <= 5  # the close travels through two sockets first
-            assert server.service.open == 0
+            assert engine.meter.steps == steps
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back() -> None:
-    with serving(slow(table(max_batch=1)), max_queue=1) as server, ThreadPoolExecutor(6) as pool:
+    with serving(table(max_batch=1), max_queue=1) as server, ThreadPoolExecutor(6) as pool:
         body = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True}
-        replies = list(pool.map(lambda _: server.http.post(COMPLETIONS, json=body), range(6)))
-        refused = [reply for reply in replies if reply.status_code == 429]
-        assert sorted(reply.status_code for reply in replies)[:2] == [200, 200] and refused
+        with server.held_back():
+            admitted = [pool.submit(server.http.post, COMPLETIONS, json=body) for _ in range(2)]
+            server.wait_for_open(2)
+            refused = list(pool.map(lambda _: server.http.post(COMPLETIONS, json=body), range(4)))
+        assert [reply.result().status_code for reply in admitted] == [200, 200]
+        assert [reply.status_code for reply in refused] == [429] * 4
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
         assert refused[0].json()["error"]["type"] == "rate_limit_error"
         assert server.metric("faircopy_rejected_requests_total") == len(refused)
@@ -528,8 +544,7 @@ def test_the_engines_death_shows_in_health() -> None:
     with serving(slow(table())) as server, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
         waiting = pool.submit(server.http.post, COMPLETIONS, json=body)
-        while not server.service.engine.busy:
-            time.sleep(0.005)
+        wait_until(lambda: server.service.engine.busy)
 
         def die() -> None:
             raise SystemExit("gone")
@@ -544,15 +559,15 @@ def test_the_engines_death_shows_in_health() -> None:
 def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
     with serving(slow(table())) as server, ThreadPoolExecutor(2) as pool:
         body = {"prompt": "abc", "ignore_eos": True}
-        short = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 20})
-        long = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 4000})
-        while server.service.open < 2:
-            time.sleep(0.005)
-        server.server.handle_exit(signal.SIGTERM, None)
+        with server.held_back():
+            short = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 20})
+            long = pool.submit(server.http.post, COMPLETIONS, json={**body, "max_tokens": 4000})
+            server.wait_for_open(2)
+            server.server.handle_exit(signal.SIGTERM, None)
         assert short.result().status_code == 200 and server.service.draining
         server.server.handle_exit(signal.SIGTERM, None)
         with contextlib.suppress(httpx.HTTPError):  # it may be cut off before there is an answer
-            assert long.result(timeout=10).status_code == 500
+            assert long.result(timeout=PATIENCE).status_code == 500
 
 
 # The audit, metrics, options.
@@ -564,7 +579,7 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         for n in range(5):
             body = {"prompt": "abcabc", "max_tokens": 24, "seed": n, "stop": ["q"]}
             server.post(COMPLETIONS, **body)
-        _wait(lambda: server.service.audit.checked == 5)
+        wait_until(lambda: server.service.audit.checked == 5)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 0
         choose = llm.engine.verifier.judge
         broken = threading.Event()
@@ -578,18 +593,11 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         finish = server.service.audit.consider
         server.service.audit.consider = lambda seq: (broken.set(), finish(seq))  # type: ignore
         served = server.post(COMPLETIONS, prompt="abc", max_tokens=6, temperature=0, return_token_ids=True)
-        _wait(lambda: server.service.audit.checked == 6)
+        wait_until(lambda: server.service.audit.checked == 6)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 1
         report = json.loads(next((tmp_path / "found").glob("mismatch-*.json")).read_text())
         assert report["served"]["tokens"] == served["choices"][0]["token_ids"] == [7] * 6
         assert report["plain"]["tokens"] != [7] * 6 and report["prompt"] == [97, 98, 99]
-
-
-def _wait(ready: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not ready() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert ready()
 
 
 def test_metrics_have_both_names_and_agree_with_the_answers(llm: LLM) -> None:
@@ -659,7 +667,7 @@ def test_slow_readers_do_not_hold_up_others() -> None:
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert server.post(COMPLETIONS, prompt="abc", max_tokens=50)["usage"]["completion_tokens"] == 50
-        _wait(lambda: server.service.open == 0)
+        wait_until(lambda: server.service.open == 0)
         server.settle()
 
 

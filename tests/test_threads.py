@@ -39,15 +39,18 @@ def test_eight_threads_get_the_texts_they_would_get_alone(checkpoint: Callable[.
 
 def test_requests_of_different_threads_share_a_batch() -> None:
     llm = LLM(TableModel(), k=0, max_batch=8, cache_memory="1MiB")
-    barrier = threading.Barrier(4)
 
     def ask(n: int) -> None:
-        barrier.wait()
         llm.generate([[n, n + 1]], SamplingParams(max_tokens=300, ignore_eos=True), progress=False)
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, range(4)))
-    assert llm.metrics()["steps"] < 4 * 300, "some steps advanced several threads' sequences"
+        with llm._lock:  # no thread adds its request before all of them are there
+            asked = [pool.submit(ask, n) for n in range(4)]
+            while len(llm._lock._waiting) < 4:
+                time.sleep(0.001)
+        for one in asked:
+            one.result()
+    assert llm.metrics()["steps"] == 300, "every step advanced the sequences of all threads"
 
 
 def test_a_failure_in_one_thread_leaves_the_others_alone() -> None:

@@ -18,6 +18,7 @@ SCALE = 40  # the best token's mass is about 2^40
 STEPS = 20  # a score difference is counted in 2^-20 octaves
 SHARE = 24  # top-p is a multiple of 2^-24
 POLYNOMIAL = (1073741765, -744256846, 257890763, -59377501, 9890102, -1017428)  # 2^-x on [0, 1), times 2^30
+AT_ONCE = 1 << 16  # scores whose thresholds are found together: sorting takes many times their memory
 FARTHEST = (SCALE + 2) << STEPS  # at this distance and beyond a token has no mass
 
 
@@ -49,30 +50,53 @@ class Kept(NamedTuple):
 
 
 def kept(scores: Tensor, what: Filter) -> Kept:
-    """The threshold of one row [V] of float32 scores. The best token is always kept, and ties go to the lowest id."""
+    """The threshold of one row [V] of float32 scores."""
+    found, last = thresholds(scores[None], [what])
+    return Kept(float(found), int(last))
+
+
+def thresholds(scores: Tensor, filters: list[Filter]) -> tuple[Tensor, Tensor]:
+    """Score and last id [R] of the thresholds of float32 scores [R, V].
+
+    The best token is always kept, and ties go to the lowest id.
+    """
     scores = scores + 0.0  # one zero
-    best, least = scores.max(), scores.new_tensor(-torch.inf)
-    if 0 < what.top_k < scores.numel():
-        least = scores.topk(what.top_k).values[-1]
-    found = Kept(float(least), scores.numel())
-    if what.share < 1 << SHARE:
-        found = _share(scores.masked_fill(scores < least, -torch.inf), best, what)
-    lowest = float(best + what.below)
-    return found if found.score >= lowest else Kept(lowest, scores.numel())
+    best, vocab = scores.amax(-1), scores.shape[1]
+    found = _top_k(scores, [what.top_k for what in filters])
+    last = torch.full_like(found, vocab, dtype=torch.int64)
+    rows = [i for i, what in enumerate(filters) if what.share < 1 << SHARE]
+    if rows:
+        some = scores[rows]
+        some.masked_fill_(some < found[rows, None], -torch.inf)
+        found[rows], last[rows] = _share(some, best[rows], [filters[i] for i in rows])
+    lowest = best + best.new_tensor([what.below for what in filters])
+    return torch.where(found >= lowest, found, lowest), torch.where(found >= lowest, last, vocab)
 
 
-def _share(scores: Tensor, best: Tensor, what: Filter) -> Kept:
-    """The last token, best first, before which less than the wanted mass lies."""
+def _top_k(scores: Tensor, ks: list[int]) -> Tensor:
+    """Each row's k-th best score; minus infinity where all are kept."""
+    found = torch.full_like(scores[:, 0], -torch.inf)
+    rows = [i for i, k in enumerate(ks) if 0 < k < scores.shape[1]]
+    if rows:
+        some = scores if len(rows) == len(ks) else scores[rows]
+        best = some.topk(max(ks[i] for i in rows)).values
+        found[rows] = best[range(len(rows)), [ks[i] - 1 for i in rows]]
+    return found
+
+
+def _share(scores: Tensor, best: Tensor, filters: list[Filter]) -> tuple[Tensor, Tensor]:
+    """The last token of each row, best first, before which less than the wanted mass lies: its score and its id."""
     ordered, ids = scores.sort(descending=True, stable=True)
-    weights = mass(ordered, best, what.steps)
-    before = weights.cumsum(0) - weights
-    last = int((before < wanted_mass(int(weights.sum()), what.share)).sum()) - 1
-    return Kept(float(ordered[last]), int(ids[last]))
+    weights = mass(ordered, best[:, None], best.new_tensor([what.steps for what in filters])[:, None])
+    before, totals = weights.cumsum(-1) - weights, weights.sum(-1).tolist()
+    wanted = [wanted_mass(total, what.share) for total, what in zip(totals, filters, strict=True)]
+    last = (before < weights.new_tensor(wanted)[:, None]).sum(-1, keepdim=True) - 1
+    return ordered.gather(1, last)[:, 0], ids.gather(1, last)[:, 0]
 
 
-def mass(scores: Tensor, best: Tensor, steps: float) -> Tensor:
+def mass(scores: Tensor, best: Tensor, steps: Tensor) -> Tensor:
     """Probability masses, int64: 2^40 * exp((score - best) / temperature), by integer arithmetic."""
-    distance = ((best - scores) * scores.new_tensor(steps)).clamp(0.0, float(FARTHEST)).to(torch.int64)
+    distance = ((best - scores) * steps).clamp(0.0, float(FARTHEST)).to(torch.int64)
     fraction = distance & ((1 << STEPS) - 1)
     value = torch.full_like(fraction, POLYNOMIAL[-1])
     for coefficient in reversed(POLYNOMIAL[:-1]):
@@ -89,19 +113,21 @@ def wanted_mass(total: int, share: int) -> int:
 def exclude(scores: Tensor, filters: list[Filter]) -> None:
     """Set what each row [R, V] does not keep to minus infinity, in place."""
     rows = [i for i, what in enumerate(filters) if what.active]
-    if not rows:
-        return
-    if scores.is_cuda and (thresholds := _kernel()) is not None:
-        found, last = thresholds(scores, filters)
-    else:
-        limits = {i: kept(scores[i], filters[i]) for i in rows}
-        none = Kept(-math.inf, scores.shape[1])
-        found = scores.new_tensor([limits.get(i, none).score for i in range(len(filters))])
-        last = torch.tensor([limits.get(i, none).last for i in range(len(filters))], device=scores.device)
+    if rows and scores.is_cuda and (on_device := _kernel()) is not None:
+        found, last = on_device(scores, filters)
+        for i in rows:
+            _mask(scores[i : i + 1], found[i : i + 1], last[i : i + 1])
+    elif rows:
+        count = max(1, AT_ONCE // scores.shape[1])
+        for at in range(0, len(filters), count):
+            part = scores[at : at + count]
+            _mask(part, *thresholds(part, filters[at : at + count]))
+
+
+def _mask(scores: Tensor, found: Tensor, last: Tensor) -> None:
     ids = torch.arange(scores.shape[1], device=scores.device)
-    for i in rows:
-        out = (scores[i] < found[i]) | ((scores[i] == found[i]) & (ids > last[i]))
-        scores[i].masked_fill_(out, -torch.inf)
+    found, last = found[:, None], last[:, None]
+    scores.masked_fill_((scores < found) | ((scores == found) & (ids > last)), -torch.inf)
 
 
 def _kernel() -> Callable[[Tensor, list[Filter]], tuple[Tensor, Tensor]] | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
 from faircopy.model.base import FINAL, Taps, TokenWeights
+
+if TYPE_CHECKING:  # loading transformers' model classes takes seconds, and our decoder needs none of them
+    from transformers import PreTrainedModel
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,21 +31,22 @@ class RowInvariant(TorchFunctionMode):
         super().__init__()
         self._shares = shares
         self._replacements = _replacements(device)
+        weighted = {func: partial(run, self) for func, run in _WEIGHTED.items()}
+        self._replaced: dict[Any, Replacement] = {**self._replacements, **weighted}
         self._products: dict[tuple[Any, ...], Product] = {}
         self._packed: dict[int, Tensor] = {}  # weights of those products
         self.replacing = False  # whether one of the replacements is running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result: Any = NotImplemented
+        replacement, options = self._replaced.get(func), kwargs or {}
+        if replacement is None:
+            return func(*args, **options)
         self.replacing = True
         try:
-            if func in _WEIGHTED:
-                result = _WEIGHTED[func](self, *args, **(kwargs or {}))
-            elif func in self._replacements:
-                result = self._replacements[func](*args, **(kwargs or {}))
+            result = replacement(*args, **options)
         finally:
             self.replacing = False
-        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+        return func(*args, **options) if result is NotImplemented else result
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         x = input

@@ -22,6 +22,7 @@ from faircopy.model.decoder import Decoder, eager_weights
 from faircopy.model.shares import Cut, DenseShares, dense_shares, padded
 from faircopy.model.weights import FAMILIES, DenseModel, Source, Stage, Tensors, decoder_spec, head_size
 
+CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # transformers' option
 Backend = Literal["auto", "decoder", "transformers"]  # our decoder, or transformers' own modules
 
 
@@ -418,7 +419,7 @@ def load_tokenizer(path: str) -> Any | None:
 
 
 def text_decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
-    """Tokens to text without special tokens; straight from the backend where transformers adds nothing but checks."""
+    """Tokens to text without special tokens, not cleaned; straight from the backend where transformers adds nothing."""
     if tokenizer is None:
         return lambda tokens: ""
     from transformers import PreTrainedTokenizerFast
@@ -427,9 +428,22 @@ def text_decoder(tokenizer: Any | None) -> Callable[[list[int]], str]:
     stock = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
     )
-    if stock and not tokenizer.clean_up_tokenization_spaces:
+    if stock:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+    options = {} if space_cleaner(tokenizer) is None else {"clean_up_tokenization_spaces": False}
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True, **options))
+
+
+def space_cleaner(tokenizer: Any | None) -> Callable[[str], str] | None:
+    """What takes spaces out of decoded text before punctuation; None if the tokenizer's decode() does not do that."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return None
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    # newer transformers clean texts of BPE only on demand; older ones do not have the option
+    if type(model).__name__ == "BPE" and not getattr(tokenizer, CLEANS_BPE, True):
+        return None
+    cleaner: Callable[[str], str] = tokenizer.clean_up_tokenization  # type: ignore[union-attr]
+    return cleaner
 
 
 def response_template(path: str, tokenizer: Any | None) -> dict[str, Any] | None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from faircopy.errors import CheckpointError, UnsupportedModel
 from faircopy.model.shares import CheckpointParts, Cut
+
+if TYPE_CHECKING:  # loading transformers' model classes takes seconds, and our decoder needs none of them
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 
 class StockReader:
@@ -70,6 +72,9 @@ def _one(tensors: CheckpointParts, name: str, cut: Cut | None, dtype: torch.dtyp
 
 def _sources(model: PreTrainedModel, stored: list[str]) -> dict[str, _Source]:
     """Where each parameter lies, by transformers' own table of how checkpoints of this type are stored."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     found = {one: _Source([[one]], False) for one in stored}
     for rule in get_model_conversion_mapping(model):
         if isinstance(rule, WeightConverter):
@@ -82,6 +87,8 @@ def _sources(model: PreTrainedModel, stored: list[str]) -> dict[str, _Source]:
 
 def _merged(rule: WeightConverter, stored: dict[str, _Source]) -> Iterator[tuple[str, _Source]]:
     """Experts that are stored one by one, by the parameter that holds them all."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
     kinds = [type(operation) for operation in rule.operations]
     if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or len(rule.target_patterns) != 1:
         return

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
 from faircopy.kernels.linear import Product, RowParallel, column_product
 from faircopy.kernels.ranks import Ranks
 from faircopy.model.shares import Cut, Divisible, TokenShares
 from faircopy.model.stock_reader import StockReader, make_buffers, put
+
+if TYPE_CHECKING:  # loading transformers' model classes takes seconds, and our decoder needs none of them
+    from transformers import PreTrainedModel
 
 REMEDY = "use tensor_parallel=1"
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, Packed
@@ -17,6 +16,9 @@ from faircopy.model.shares import CheckpointParts
 from faircopy.model.stock_reader import StockReader, make_buffers, put
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.model.weights import Stage
+
+if TYPE_CHECKING:  # loading transformers' model classes takes seconds, and our decoder needs none of them
+    from transformers import PreTrainedModel
 
 # What passes between layers besides the hidden states.
 _MORE = ("hidden_size_per_layer_input", "num_kv_shared_layers")

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from faircopy.errors import UnsupportedModel
 from faircopy.layout.base import Cache, LayerShape, Packed
@@ -26,6 +24,9 @@ from faircopy.model.invariant import RowInvariant
 from faircopy.model.operations import ModulePath, Operation, OperationList
 from faircopy.model.shares import counted_ranks
 from faircopy.model.stock_shares import StockShares
+
+if TYPE_CHECKING:  # loading transformers' model classes takes seconds, and our decoder needs none of them
+    from transformers import PreTrainedModel
 
 ATTENTION = "faircopy_ragged"  # transformers looks for "sdpa", "flash", "flex" in names: keep clear of those
 REMEDY = "serve it with transformers' own generate(), or choose another model"
@@ -202,6 +203,8 @@ class TransformersModel:
 
     def _replaceable(self) -> set[int]:
         """Ids of the parameters that products alone can stand for; rows, of those that have all of them to read."""
+        from transformers.pytorch_utils import Conv1D
+
         owners: dict[int, set[type[nn.Module]]] = {}
         rows: set[int] = set()
         for module in self._model.modules():
@@ -289,6 +292,9 @@ def _rope_kinds(config: Any) -> Iterator[str]:
 
 def _switch(name: str, model: PreTrainedModel, implementation: str) -> None:
     """transformers only logs a warning when a model cannot switch, so look."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(implementation)
     config = model.config.get_text_config()
     if config._attn_implementation != implementation:
@@ -359,6 +365,3 @@ def _look(probe: _Probe, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, win
 
 def _refuse(module: nn.Module, problem: str) -> None:
     raise UnsupportedModel("model", type(module).__name__, problem, REMEDY)
-
-
-AttentionInterface.register(ATTENTION, _attention)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
 from weakref import finalize, ref
@@ -19,6 +21,7 @@ from faircopy.parallel.group import Group
 
 HOST = "127.0.0.1"
 WATCH_S = 0.5  # how often ranks look whether the others are still there
+CONNECT_POLL_S = 0.05  # how often rank 0 looks whether a rank that it waits for has ended
 GRACE = 2.0  # seconds in which a rank that is told to may end by itself
 
 
@@ -28,7 +31,7 @@ def start_ranks(size: int, device: torch.device) -> Group:
     started = {rank: _start(rank, size, store.port, device) for rank in range(1, size)}
     try:
         _wait_until_ready(store, started)
-        group = Group(store, 0, size, rank_device(device, 0))
+        group = _connected(lambda: Group(store, 0, size, rank_device(device, 0)), started)
     except BaseException:
         _end(started)
         raise
@@ -37,6 +40,22 @@ def start_ranks(size: int, device: torch.device) -> Group:
     Thread(target=_watch, args=(ref(group), started), daemon=True).start()
     group.pids = [process.pid for process in started.values()]
     return group
+
+
+def _connected(connect: Callable[[], Group], started: dict[int, subprocess.Popen[bytes]]) -> Group:
+    """What connects all ranks also waits for one that has ended, for ever: a thread of its own, which is then left."""
+    found: Future[Group] = Future()
+    Thread(target=_connect, args=(found, connect), daemon=True).start()
+    while not wait([found], CONNECT_POLL_S).done:
+        _refuse_ended(started)
+    return found.result()
+
+
+def _connect(found: Future[Group], connect: Callable[[], Group]) -> None:
+    try:
+        found.set_result(connect())
+    except BaseException as error:
+        found.set_exception(error)
 
 
 def _watch(group: ref[Group], started: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -72,10 +91,14 @@ def _start(rank: int, size: int, port: int, device: torch.device) -> subprocess.
 def _wait_until_ready(store: TCPStore, started: dict[int, subprocess.Popen[bytes]]) -> None:
     missing = set(started)
     while missing:
-        for rank, status in _ended(started).items():
-            raise RankError("rank", rank, f"it could not start (status {status})", "see what it printed")
+        _refuse_ended(started)
         missing = {rank for rank in missing if not store.check([ready_key(rank)])}
         time.sleep(0.01 if missing else 0.0)
+
+
+def _refuse_ended(started: dict[int, subprocess.Popen[bytes]]) -> None:
+    for rank, status in _ended(started).items():
+        raise RankError("rank", rank, f"it could not start (status {status})", "see what it printed")
 
 
 def ready_key(rank: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
@@ -14,6 +15,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import PassResult, StageModel, Taps, TokenWeights
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel.group import STATES, Group
+from faircopy.parallel.interrupts import uninterrupted
 from faircopy.parallel.shards import (
     DropCache,
     Load,
@@ -76,10 +78,16 @@ class SharedModel:
         del self._waiting[: len(waiting)]
         return cache
 
-    def _left(self, error: BaseException) -> None:
-        """A pass was left before its end, by an interrupt for example: the others are in the middle of it."""
-        if not isinstance(error, RankError):
-            self.group.fail(0, f"it left a pass before its end ({type(error).__name__})")
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """Rank 0's part of a pass. If it is left before its end, the others are in the middle of it: they are ended."""
+        with uninterrupted():
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, RankError):
+                    self.group.fail(0, f"it left a pass before its end ({type(error).__name__})")
+                raise
 
 
 class ParallelModel(SharedModel):
@@ -94,12 +102,9 @@ class ParallelModel(SharedModel):
 
     def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab]."""
-        try:
-            wants = () if taps is None else taps.wants
+        wants = () if taps is None else taps.wants
+        with self._to_its_end():
             return run_share(self.group, self._own, packed, self._announced(packed, cache, wants), taps)
-        except BaseException as error:
-            self._left(error)
-            raise
 
 
 class Pipeline(SharedModel):
@@ -125,21 +130,15 @@ class Pipeline(SharedModel):
     def start(self, packed: Packed, cache: Cache, wants: tuple[int, ...]) -> Callable[[], PassResult]:
         """Begin a pass; what is returned waits for its end."""
         assert isinstance(self._own, StageModel), "pipelines are made of stages"
-        try:
+        with self._to_its_end():
             run_stage(self.group, self._own, packed, self._announced(packed, cache, wants), wants)
             self._begun += 1
             return partial(self._result, self._begun)
-        except BaseException as error:
-            self._left(error)
-            raise
 
     def _result(self, number: int) -> PassResult:
         """Of the pass of this number; those before it that nobody has waited for, after an interrupt, are dropped."""
-        try:
+        with self._to_its_end():
             while self._ended < number:
                 found: PassResult = self.group.fetch(self.group.size - 1, STATES)
                 self._ended += 1
             return found
-        except BaseException as error:
-            self._left(error)
-            raise

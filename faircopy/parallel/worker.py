@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from threading import Thread
@@ -17,6 +18,7 @@ from faircopy.parallel.shards import Shards
 
 
 def main(rank: int, size: int, port: int, device: torch.device, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is rank 0's, which tells this one what follows
     Thread(target=_watch, args=(rank, parent), daemon=True).start()
     own = rank_device(device, rank)
     if own.type == "cuda":

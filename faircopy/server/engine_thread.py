@@ -72,7 +72,8 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether requests are still answered: not any more when the first of them is told that they are not."""
+        return self._thread.is_alive() and not self._gone
 
     def submit(self, tickets: list[Ticket]) -> None:
         self._send(lambda: self._add(tickets))

@@ -15,7 +15,6 @@ from faircopy.server.engine_thread import EngineThread, Ticket, Update, page_map
 from faircopy.server.errors import ApiError
 from faircopy.server.settings import ServerConfig
 from faircopy.server.shadow import ShadowAudit
-from faircopy.text import IncrementalText
 from faircopy.types import Request, TextStream
 
 if TYPE_CHECKING:  # this module must not need the packages of a web server: benchmarks use it without
@@ -119,7 +118,7 @@ class Service:
 
     def _fresh_text(self, request: Request) -> TextStream | None:
         stop = request.params.stop
-        return IncrementalText(self.llm.decode, request.prompt, stop) if stop else None
+        return self.llm.text(request.prompt, stop) if stop else None
 
 
 class Job:

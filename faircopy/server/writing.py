@@ -8,7 +8,6 @@ from typing import Any
 
 from faircopy.llm import LLM
 from faircopy.server.engine_thread import Update
-from faircopy.text import IncrementalText
 from faircopy.types import FinishReason, Logprobs, Request
 
 Scores = Mapping[int, float]
@@ -31,7 +30,7 @@ class Choice:
 
     def __init__(self, llm: LLM, request: Request, index: int, origins: bool = False) -> None:
         self.request, self.index = request, index
-        self._text = IncrementalText(llm.decode, request.prompt, request.params.stop)
+        self._text = llm.text(request.prompt, request.params.stop)
         self._origins = origins
         self.whole = Piece()
         self.counts = DraftCounts()

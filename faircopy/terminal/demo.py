@@ -15,7 +15,6 @@ from faircopy import bundled
 from faircopy.audit.models import audit_models
 from faircopy.audit.report import Report
 from faircopy.llm import LLM
-from faircopy.text import IncrementalText
 from faircopy.types import SamplingParams, Sequence
 
 LINES = 2  # of a terminal, per text
@@ -115,7 +114,7 @@ class _Coloured:
 
     def __init__(self, llm: LLM, seq: Sequence) -> None:
         self._seq, self._shown = seq, 0
-        self._reader = IncrementalText(llm.decode, seq.prompt)
+        self._reader = llm.text(seq.prompt)
         self._text = Text(llm.decode(list(seq.prompt)), style="dim")
 
     def last_line(self, width: int) -> Text:
@@ -138,6 +137,9 @@ class _Coloured:
             self._reader.push(token)
             self._text.append(self._reader.release(), style=DRAFTED if drafted else OWN)
             self._shown += 1
+        if self._seq.finished is not None:
+            self._reader.finish()
+            self._text.append(self._reader.release(), style=OWN)
         return self._text
 
 

@@ -230,11 +230,12 @@ def plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: in
     if params.temperature == 0:
         return int(scores.argmax())
     scores = scores / params.temperature
-    order = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))
-    allowed = set(range(len(scores)))
+    values: list[float] = scores.tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    allowed = set(range(len(values)))
     if params.top_k:
-        weakest = float(scores[order[min(params.top_k, len(order)) - 1]])
-        allowed = {token for token in allowed if float(scores[token]) >= weakest}
+        weakest = values[order[min(params.top_k, len(order)) - 1]]
+        allowed = {token for token in allowed if values[token] >= weakest}
     if params.top_p < 1:
         probs = _plain_softmax(scores, allowed)
         total, nucleus = 0.0, set()
@@ -245,9 +246,11 @@ def plain_choice(scores: Tensor, params: SamplingParams, seed: int, position: in
         allowed = nucleus
     if params.min_p:
         probs = _plain_softmax(scores, allowed)
-        allowed = {token for token in allowed if probs[token] >= params.min_p * max(probs.values())}
+        best = max(probs.values())
+        allowed = {token for token in allowed if probs[token] >= params.min_p * best}
     noise = gumbel(torch.tensor(rng.signed(rng.key(seed, position))), torch.arange(len(scores)))
-    return max(sorted(allowed), key=lambda token: float(scores[token] + noise[token]))
+    noisy: list[float] = (scores + noise).tolist()
+    return max(sorted(allowed), key=lambda token: noisy[token])
 
 
 def _plain_softmax(scores: Tensor, allowed: set[int]) -> dict[int, float]:
@@ -256,6 +259,6 @@ def _plain_softmax(scores: Tensor, allowed: set[int]) -> dict[int, float]:
 
 
 def _plain_logprobs(logits: Tensor, token: int, best: int) -> Logprobs:
-    table = torch.log_softmax(logits.float(), -1)
-    order = sorted(range(len(table)), key=lambda t: (-float(table[t]), t))
-    return {t: float(table[t]) for t in [token, *order[:best]]}
+    table: list[float] = torch.log_softmax(logits.float(), -1).tolist()
+    order = sorted(range(len(table)), key=lambda t: (-table[t], t))
+    return {t: table[t] for t in [token, *order[:best]]}
