@@ -162,8 +162,9 @@ class AutoLength(DraftLengths):
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
         draft = step.draft
+        asked = step.captured or seconds is not None  # in a step that reads a prompt, drafters may just read, too
         for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
-            if step.batch.max_nodes[i] and decision.tokens:
+            if asked and step.batch.max_nodes[i] and decision.tokens:
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))

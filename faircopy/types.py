@@ -370,6 +370,7 @@ class FinishedStep(NamedTuple):
     verdict: Verdict
     rows: int  # rows the target computed
     padding: int  # of these, rows that belong to no token or node
+    captured: bool = False
 
 
 class Output(NamedTuple):

@@ -129,7 +129,7 @@ class CapturedRunner:
                 draft.parents.append(report.parents)
                 decisions.append(self._commit(seq, report, step, slot))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
-        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
+        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful, captured=True)
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
