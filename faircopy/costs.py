@@ -34,12 +34,17 @@ class Curve:
         return first + max(0.0, last - first) * (rows - low) / (high - low)
 
 
+    def scaled(self, share: float) -> Curve:
+        """Passes that take this share of the time."""
+        return Curve(tuple((rows, share * seconds) for rows, seconds in self.points), self.stepped)
+
+
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Measured costs of one target and drafter on one device."""
 
     target: Curve
-    draft: Curve = Curve()  # of a draft model; empty: drafting costs nothing
+    draft: Curve = Curve()  # of a draft model or a head; empty: drafting costs nothing
     steps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # (batch slots, k) -> seconds, captured
     measured: bool = True
 
@@ -50,6 +55,10 @@ class CostTable:
             return max(SHORTEST, self.steps[min(fitting)])
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
+
+    def reading(self, rows: int) -> float:
+        """Seconds in which a drafter reads rows of text."""
+        return self.draft(rows) if rows and self.draft.points else 0.0
 
     def captured(self, batch: int, k: int) -> bool:
         """Whether a step takes the same time however many draft tokens there are."""
@@ -116,7 +125,12 @@ class StepCosts:
 
     def of(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step; before anything was measured, in the table's own unit."""
-        return self.table.step(batch, k, rows) * (self._level or 1.0) * self._factor(bucket(batch), k)
+        return self.table.step(batch, k, rows) * self.level * self._factor(bucket(batch), k)
+
+    @property
+    def level(self) -> float:
+        """What all passes take, over what the table says."""
+        return self._level or 1.0
 
     def _factor(self, size: int, k: int) -> float:
         """Its own correction, or that of the nearest k of this batch, or of any batch."""

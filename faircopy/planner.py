@@ -27,11 +27,14 @@ BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
-START = 4  # plain steps that it may have cost besides, while little is known
+START = 4  # plain steps that it may have cost besides, in trials
+SURE = 12  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
-FIRST = 2  # draft tokens of the first trial
+FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
+TRIED = 8  # sequences that get drafts in it
+PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 
 @dataclass(slots=True)
@@ -110,6 +113,25 @@ class TreeGains:
         return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
 
 
+@dataclass(slots=True)
+class Trial:
+    """A few sequences get drafts, so that it is known what drafts bring; the others cost the drafter nothing."""
+
+    seqs: frozenset[Sequence]
+    choices: int = 0
+    steps: int = 0  # that had drafts
+
+    @property
+    def over(self) -> bool:
+        return self.steps >= TRIAL or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
+
+
+def tried_sequences(seqs: list[Sequence], k: int) -> frozenset[Sequence]:
+    """Those of whose text the drafter has to read least, newcomers first, and which go on for a few steps."""
+    lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
+    return frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED])
+
+
 def _paid_length(step: FinishedStep) -> int:
     """The draft length that a step's time belongs to: what was asked for where rows were computed for all of it, as
     captured steps do; else the longest draft that was found."""
@@ -134,6 +156,9 @@ class AutoLength(DraftLengths):
         self._held = HOLD
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
+        self._trial: Trial | None = None
+        self._behind = False  # drafting has cost too much and must wait
+        self._learned = False  # something is known of this drafter's drafts
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
 
@@ -157,7 +182,9 @@ class AutoLength(DraftLengths):
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
-        return [self._length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
+        drafted = set(live) if self._trial is None else self._trial.seqs
+        own = {seq: self._length(seq, k, len(live)) if seq in drafted else 0 for seq in live}
+        return [own[seq] if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
@@ -168,19 +195,36 @@ class AutoLength(DraftLengths):
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))
-        if seconds is None:
-            return
+        if self._trial is not None and any(draft.tokens):
+            self._trial.steps += 1
         batch, k = len(step.batch), _paid_length(step)
-        self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
-        if k:
+        if seconds is not None:
+            self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
+            self._book(step, k, seconds)
+        elif step.captured:
+            self._book(step, k, self.costs.of(batch, k))
+        else:
+            self._book_reading(step)
+
+    def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
+        """What a step saved or cost against plain decoding."""
+        batch = len(step.batch)
+        if k and batch:
             gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
             self._saved += gained * self.costs.of(batch, 0) / batch - seconds
         self._elapsed += seconds
+
+    def _book_reading(self, step: FinishedStep) -> None:
+        """A step that plain decoding makes too, to read prompts: what the drafter read meanwhile is its cost."""
+        table, level = self.costs.table, self.costs.level
+        self._saved -= table.reading(step.read) * level
+        self._elapsed += (table.target(step.rows) + table.reading(step.read)) * level
 
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)
 
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
+        self._learned = True
         if draft.is_chain(i):
             sure = draft.confidence[i] if draft.confidence is not None else ()
             self._confident |= draft.confidence is not None
@@ -214,19 +258,53 @@ class AutoLength(DraftLengths):
         batch = len(seqs)
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
-        if self._saved < -ALLOWANCE * self._elapsed - START * self.costs.of(batch, 0):
+        if self._trial is not None and not self._trial_is_over():
+            return self.k
+        if self._lost(batch):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._held < HOLD:
             return self.k
         best, rate, now = self._best(seqs)
         if best != self.k and rate > BETTER * now:
-            self.k, self._held = best, 0
-        if self.k == 0 and self._since_probe > PROBE:
-            self.k, self._held, self._since_probe = min(FIRST, self._max_k), HOLD - TRIAL, 0
-            self._row = self._worth = 0.0
-            self.reason = "drafting is off; trying again whether it pays"
+            if not self._learned and batch > TRIED:
+                self._try(seqs, min(FIRST, best), "trying whether drafts pay")
+            else:
+                self.k, self._held = best, 0
+        if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
+            self._try(seqs, min(FIRST, self._max_k), "drafting is off; trying again whether it pays")
         return self.k
+
+    def _lost(self, batch: int) -> bool:
+        """Whether drafting has cost too much although it promised to pay, and that is not made up for yet."""
+        steps = START if self._behind else SURE
+        self._behind = self._allowed(batch, steps) < 0 and (self._behind or self.k > 0)
+        return self._behind
+
+    def _allowed(self, batch: int, steps: int) -> float:
+        """Seconds that drafting may still cost, if it may cost this many plain steps besides its share of the time."""
+        return self._saved + ALLOWANCE * self._elapsed + steps * self.costs.of(batch, 0)
+
+    def _newcomers(self, seqs: list[Sequence]) -> bool:
+        """Whether a drafter that was off has little to read; after as long a time again that does not matter."""
+        return self._since_probe > 2 * PROBE or any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
+
+    def _try(self, seqs: list[Sequence], k: int, reason: str) -> None:
+        """Begin a trial, if what it costs may be lost."""
+        batch = len(seqs)
+        tried = tried_sequences(seqs, k) or frozenset(seqs)
+        reading = self.costs.table.reading(sum(len(seq.tokens) for seq in tried)) * self.costs.level
+        if reading + TRIAL * (self.costs.of(batch, k) - self.costs.of(batch, 0)) < self._allowed(batch, START):
+            self.k, self._trial, self._since_probe = k, Trial(tried), 0
+            self._row = self._worth = 0.0
+            self.reason = reason
+
+    def _trial_is_over(self) -> bool:
+        assert self._trial is not None, "there is a trial"
+        self._trial.choices += 1
+        if self._trial.over:
+            self.k, self._trial, self._held = 0, None, HOLD
+        return self._trial is None
 
     def _still_measuring(self, batch: int) -> bool:
         """Without a table, plain steps first and then a few with drafts show what they cost."""

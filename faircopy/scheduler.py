@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -124,16 +125,16 @@ class Scheduler:
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
         lengths = self._draft_lengths.choose(going_on)
         k = self._nodes_of_graph(max(lengths, default=0))
-        if plan.k == 0 and k:  # a drafter that was off has tokens to read first
-            return NOTHING
+        if any(length and seq in plan.batch.idle for seq, length in zip(going_on, lengths, strict=True)):
+            return NOTHING  # a drafter that was off has tokens to read first
         most = plan.k + 1 + k + 1
         fits = set(chosen) <= set(plan.seqs) and all(
             self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on
         )
         if not fits or not going_on:
             return NOTHING
-        max_nodes = [min(length, k) for length in lengths]
-        return StepPlan(Batch(going_on, [len(seq.tokens) for seq in going_on], max_nodes), True, k)
+        upto, max_nodes = [len(seq.tokens) for seq in going_on], [min(length, k) for length in lengths]
+        return StepPlan(Batch(going_on, upto, max_nodes, idle=_idle(going_on, lengths)), True, k)
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -181,11 +182,11 @@ class Scheduler:
         if not capture.follows(batch):
             return StepPlan(batch)
         max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
-        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes, batch.confidence), before_capture=True)
+        return StepPlan(replace(batch, max_nodes=max_nodes), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch = Batch([], [], [], self._draft_lengths.confidence)
+        batch = Batch([], [], [], self._draft_lengths.confidence, _idle(candidates, lengths))
         before, chunk = self.preemptions, self._prompt_chunk(candidates, lengths)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
@@ -309,6 +310,11 @@ class Scheduler:
         self._full = False
         self._ledger.close(seq)
         self._departed.append(seq)
+
+
+def _idle(seqs: list[Sequence], lengths: list[int]) -> frozenset[Sequence]:
+    """The sequences for which no drafts are wanted."""
+    return frozenset(seq for seq, length in zip(seqs, lengths, strict=True) if not length)
 
 
 def _prompt_tokens(seq: Sequence, cached: int, upto: int) -> int:

@@ -49,7 +49,7 @@ class CapturedHead(CapturedDrafter):
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """The head has read what there was when the step began; states of later rows stay on the device."""
         self._known.pop(seq, None)
-        if k and seq.request.k != 0:
+        if k and seq.request.k != 0 and length - self._layout.cached(seq) <= self._head.levels + 1:
             self._layout.set_cached(seq, length)
 
     def plan_fill(self, graph: GraphState) -> Work:

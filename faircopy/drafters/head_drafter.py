@@ -80,7 +80,9 @@ class HeadDrafter(Drafter):
         spans, row = [], 0
         for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
             fed, nodes = result.packed.fed[i], result.packed.nodes[i]
-            if seq.request.k != 0:
+            if seq in batch.idle:
+                self._known.pop(seq, None)  # there is a gap from here on
+            elif seq.request.k != 0:
                 mine = [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
                 spans.append((seq, batch.upto[i] - fed, len(kept), len(kept) + len(mine)))
                 kept += mine
@@ -130,6 +132,7 @@ class HeadDrafter(Drafter):
         states = self._states(part)
         packed = self._layout.pack(part, Draft.empty(len(part)))
         memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
+        self.rows_read += packed.size
         self._layout.advance(part)
         ends = torch.tensor(packed.fed).cumsum(0) - 1
         return memory[ends.to(memory.device)]

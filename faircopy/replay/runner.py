@@ -86,9 +86,9 @@ class CapturedRunner:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
-        drafts = any(batch.max_nodes)
         ready = all(
-            self._steady(batch, i) and (not drafts or self._drafter.ready(seq)) for i, seq in enumerate(batch.seqs)
+            self._steady(batch, i) and (seq in batch.idle or self._drafter.ready(seq))
+            for i, seq in enumerate(batch.seqs)
         )
         return ready and self.follows(batch)
 
