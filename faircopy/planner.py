@@ -12,6 +12,7 @@ Explicit: how sure the drafter is of a token, corrected by how often tokens of t
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -28,12 +29,13 @@ BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials
-SURE = 12  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
+SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
 TRIED = 8  # sequences that get drafts in it
+PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 
@@ -268,12 +270,16 @@ class AutoLength(DraftLengths):
         best, rate, now = self._best(seqs)
         if best != self.k and rate > BETTER * now:
             if not self._learned and batch > TRIED:
-                self._try(seqs, min(FIRST, best), "trying whether drafts pay")
-            else:
+                self._try(seqs, "trying whether drafts pay")
+            elif self.k or self._reading(seqs) < PAYBACK * self.costs.of(batch, 0) * (rate / now - 1.0):
                 self.k, self._held = best, 0
         if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
-            self._try(seqs, min(FIRST, self._max_k), "drafting is off; trying again whether it pays")
+            self._try(seqs, "drafting is off; trying again whether it pays")
         return self.k
+
+    def _reading(self, seqs: Collection[Sequence]) -> float:
+        """Seconds in which a drafter that was off reads these texts."""
+        return self.costs.table.reading(sum(len(seq.tokens) for seq in seqs)) * self.costs.level
 
     def _lost(self, batch: int) -> bool:
         """Whether drafting has cost too much although it promised to pay, and that is not made up for yet."""
@@ -289,12 +295,13 @@ class AutoLength(DraftLengths):
         """Whether a drafter that was off has little to read; after as long a time again that does not matter."""
         return self._since_probe > 2 * PROBE or any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
 
-    def _try(self, seqs: list[Sequence], k: int, reason: str) -> None:
+    def _try(self, seqs: list[Sequence], reason: str) -> None:
         """Begin a trial, if what it costs may be lost."""
         batch = len(seqs)
+        k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         tried = tried_sequences(seqs, k) or frozenset(seqs)
-        reading = self.costs.table.reading(sum(len(seq.tokens) for seq in tried)) * self.costs.level
-        if reading + TRIAL * (self.costs.of(batch, k) - self.costs.of(batch, 0)) < self._allowed(batch, START):
+        cost = self._reading(tried) + TRIAL * (self.costs.of(batch, k) - self.costs.of(batch, 0))
+        if cost < self._allowed(batch, START):
             self.k, self._trial, self._since_probe = k, Trial(tried), 0
             self._row = self._worth = 0.0
             self.reason = reason
