@@ -159,6 +159,7 @@ class AutoLength(DraftLengths):
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
         self._trial: Trial | None = None
+        self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
         self._behind = False  # drafting has cost too much and must wait
         self._learned = False  # something is known of this drafter's drafts
         self._grows_trees = False
@@ -271,11 +272,18 @@ class AutoLength(DraftLengths):
         if best != self.k and rate > BETTER * now:
             if not self._learned and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
-            elif self.k or self._reading(seqs) < PAYBACK * self.costs.of(batch, 0) * (rate / now - 1.0):
+            elif self.k or self._invest(seqs, rate / now - 1.0):
                 self.k, self._held = best, 0
         if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
         return self.k
+
+    def _invest(self, seqs: list[Sequence], gain: float) -> bool:
+        """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""
+        cost = self._reading(seqs)
+        pays = cost < PAYBACK * gain * self.costs.of(len(seqs), 0)
+        self._owed = cost if pays else 0.0
+        return pays
 
     def _reading(self, seqs: Collection[Sequence]) -> float:
         """Seconds in which a drafter that was off reads these texts."""
@@ -283,8 +291,9 @@ class AutoLength(DraftLengths):
 
     def _lost(self, batch: int) -> bool:
         """Whether drafting has cost too much although it promised to pay, and that is not made up for yet."""
-        steps = START if self._behind else SURE
-        self._behind = self._allowed(batch, steps) < 0 and (self._behind or self.k > 0)
+        self._owed *= 1.0 - 1.0 / PAYBACK
+        allowed = self._allowed(batch, START) if self._behind else self._allowed(batch, SURE) + self._owed
+        self._behind = allowed < 0 and (self._behind or self.k > 0)
         return self._behind
 
     def _allowed(self, batch: int, steps: int) -> float:
