@@ -99,6 +99,7 @@ class StepCosts:
     def __init__(self, table: CostTable = GUESSED) -> None:
         self.table = table
         self._level = 0.0  # 0: nothing was measured
+        self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
         self._cells: dict[tuple[int, int], _Cell] = {}
 
     @property
@@ -109,7 +110,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.setdefault((bucket(batch), k), _Cell())
         cell.count += 1
-        expected, seconds = self.table.step(batch, k, rows), max(SHORTEST, seconds)
+        expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
         if self._level == 0.0:
             self._level = seconds / expected
         found = seconds / (expected * self._level)
@@ -125,7 +126,13 @@ class StepCosts:
 
     def of(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step; before anything was measured, in the table's own unit."""
-        return self.table.step(batch, k, rows) * self.level * self._factor(bucket(batch), k)
+        return self._step(batch, k, rows) * self.level * self._factor(bucket(batch), k)
+
+    def _step(self, batch: int, k: int, rows: int | None) -> float:
+        found = self._expected.get((batch, k, rows))
+        if found is None:
+            found = self._expected[batch, k, rows] = self.table.step(batch, k, rows)
+        return found
 
     @property
     def level(self) -> float:

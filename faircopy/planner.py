@@ -185,19 +185,14 @@ class AutoLength(DraftLengths):
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
-        drafted = set(live) if self._trial is None else self._trial.seqs
-        own = {seq: self._length(seq, k, len(live)) if seq in drafted else 0 for seq in live}
-        return [own[seq] if seq.request.k is None else seq.request.k for seq in seqs]
+        return [self._own_length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
         draft = step.draft
-        asked = step.captured or seconds is not None  # in a step that reads a prompt, drafters may just read, too
-        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
-            if asked and step.batch.max_nodes[i] and decision.tokens:
-                self.acceptance.found.add(bool(draft.tokens[i]))
-            if draft.tokens[i]:
-                self._learn(seq, draft, i, len(decision.nodes))
+        if any(step.batch.max_nodes):
+            # in a step that reads a prompt, drafters may just read, too
+            self._learn_drafts(step, asked=step.captured or seconds is not None)
         if self._trial is not None and any(draft.tokens):
             self._trial.steps += 1
         batch, k = len(step.batch), _paid_length(step)
@@ -226,6 +221,15 @@ class AutoLength(DraftLengths):
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)
 
+    def _learn_drafts(self, step: FinishedStep, asked: bool) -> None:
+        """asked: a sequence without a draft is one for which none was found."""
+        draft = step.draft
+        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
+            if asked and step.batch.max_nodes[i] and decision.tokens:
+                self.acceptance.found.add(bool(draft.tokens[i]))
+            if draft.tokens[i]:
+                self._learn(seq, draft, i, len(decision.nodes))
+
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
         self._learned = True
         if draft.is_chain(i):
@@ -235,6 +239,10 @@ class AutoLength(DraftLengths):
         else:
             self._grows_trees = True
             self._trees.observe(len(draft.tokens[i]), accepted)
+
+    def _own_length(self, seq: Sequence, k: int, batch: int) -> int:
+        tried = self._trial is None or seq in self._trial.seqs
+        return self._length(seq, k, batch) if tried else 0
 
     def _length(self, seq: Sequence, k: int, batch: int) -> int:
         """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
@@ -269,11 +277,12 @@ class AutoLength(DraftLengths):
         if self._held < HOLD:
             return self.k
         best, rate, now = self._best(seqs)
+        self._held = 0
         if best != self.k and rate > BETTER * now:
             if not self._learned and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
             elif self.k or self._invest(seqs, rate / now - 1.0):
-                self.k, self._held = best, 0
+                self.k = best
         if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
         return self.k
