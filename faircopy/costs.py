@@ -33,7 +33,6 @@ class Curve:
             return last * rows / high
         return first + max(0.0, last - first) * (rows - low) / (high - low)
 
-
     def scaled(self, share: float) -> Curve:
         """Passes that take this share of the time."""
         return Curve(tuple((rows, share * seconds) for rows, seconds in self.points), self.stepped)

@@ -98,7 +98,9 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
-        if not draft.points and self.layouts[1:]:  # a head is layers like the target's, and reads without the output layer
+        if (
+            not draft.points and self.layouts[1:]
+        ):  # a head is layers like the target's, and reads without the output layer
             draft = target.scaled(len(self.layouts[1].layers) / len(self.target.layout.layers))
         return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
 
@@ -254,6 +256,8 @@ class Engine:
     def _record(self, step: FinishedStep, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()
         meter.steps += 1
+        meter.captured_steps += step.captured
+        meter.drafter_rows += step.read
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += step.rows
         meter.tokens_padded += step.padding

@@ -61,9 +61,10 @@ class Scheduler:
     ) -> None:
         """capture: None if all steps are eager.
 
+        policy: may be exchanged for another one between steps.
         mixed_rows: rows of a step in which texts go on and prompts are read, at most; None: only `chunk` bounds it.
         """
-        self._ledger, self._cached, self._policy = ledger, cached, policy
+        self._ledger, self._cached, self.policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
         self._mixed_rows = mixed_rows
         self._waiting: list[Sequence] = []  # in order of arrival
@@ -80,7 +81,7 @@ class Scheduler:
     @property
     def grouped(self) -> int:
         """Steps whose sequences were chosen for having one length."""
-        return self._policy.grouped
+        return self.policy.grouped
 
     @property
     def running(self) -> list[Sequence]:
@@ -92,7 +93,7 @@ class Scheduler:
 
     def share(self, parts: int) -> int:
         """Sequences of each of so many steps that run side by side."""
-        chosen = self._policy.choose(self.running, self._waiting, self._cached)
+        chosen = self.policy.choose(self.running, self._waiting, self._cached)
         return -(-len(chosen) // parts)
 
     def add(self, seq: Sequence) -> None:
@@ -121,7 +122,7 @@ class Scheduler:
         collected first.
         """
         new = [] if self._full else self._waiting
-        chosen = self._policy.choose(self.running, new, self._cached)
+        chosen = self.policy.choose(self.running, new, self._cached)
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
         lengths = self._draft_lengths.choose(going_on)
         k = self._nodes_of_graph(max(lengths, default=0))
@@ -160,7 +161,7 @@ class Scheduler:
         return departed
 
     def _schedule(self, waiting: list[Sequence], under_way: Set[Sequence], most: int | None) -> StepPlan:
-        chosen = self._policy.choose(self.running, waiting, self._cached)
+        chosen = self.policy.choose(self.running, waiting, self._cached)
         candidates = [seq for seq in chosen if seq not in under_way][:most]
         lengths = self._draft_lengths.choose(candidates)
         batch = self._fill(candidates, lengths, under_way)

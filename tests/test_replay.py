@@ -596,7 +596,7 @@ class EverySecond(DraftLengths):
 
 
 def test_a_sequence_without_drafts_does_not_keep_the_others_eager(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    """A draft model reads it too, or captured steps with drafts would wait for it until it ends."""
+    """A draft model need not read it; what is drafted for it in captured steps with drafts is ignored."""
     engine = build(pair, "model", k=3, max_batch=5, draft_lengths=EverySecond())
     starts = count_starts(engine)
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]

@@ -89,7 +89,9 @@ class SimulatedDevice:
     def _watch(self) -> None:
         engine, drafter = self._engine, self._engine.drafter
         drafter = drafter.default if isinstance(drafter, PerRequestDrafter) else drafter
-        _after(engine.target, "forward", lambda result, *_: self._launch("target", self._table.target(result.packed.size)))
+        _after(
+            engine.target, "forward", lambda result, *_: self._launch("target", self._table.target(result.packed.size))
+        )
         if isinstance(drafter, ModelDrafter):
             small = drafter._runner
             _after(small, "forward", lambda result, *_: self._launch("draft", self._table.draft(result.packed.size)))
