@@ -2,13 +2,15 @@
 
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
-    [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own] [--questions FILE --task NAME]
+    [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
+    [--questions FILE --task NAME]
 
-A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to one
-and a half times `--tokens`, by a seed, so that plain decoding does not write and replace all of them in step; --same:
-all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
-plain decoding wrote, and wrong tokens from the middle of each text on. "head" is the bundled Clover head; for the
-widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
+A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
+one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
+all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
+"useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
+each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs beside it
+(benchmarks.heads_wide), and it drafts chains.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -223,12 +225,10 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def queue(args: argparse.Namespace, trial: Trial, batch: int) -> tuple[list[list[int]], list[SamplingParams]]:
     count, source = max(args.queue * batch, 4), random.Random(0)
-    lengths = [
-        args.tokens if args.same else source.randint(args.tokens // 2, args.tokens * 3 // 2) for _ in range(count)
-    ]
+    least, most = (args.tokens, args.tokens) if args.same else (args.tokens // 2, args.tokens * 3 // 2)
     wanted = [
-        SamplingParams(max_tokens=length, temperature=args.temperature, seed=n, ignore_eos=True)
-        for n, length in enumerate(lengths)
+        SamplingParams(max_tokens=source.randint(least, most), temperature=args.temperature, seed=n, ignore_eos=True)
+        for n in range(count)
     ]
     return trial.prompts(count), wanted
 

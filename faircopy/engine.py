@@ -98,10 +98,8 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
-        if (
-            not draft.points and self.layouts[1:]
-        ):  # a head is layers like the target's, and reads without the output layer
-            draft = target.scaled(len(self.layouts[1].layers) / len(self.target.layout.layers))
+        if not draft.points and self.drafter.layers:  # a head's layers are like the target's
+            draft = target.scaled(self.drafter.layers / len(self.target.model.layers))
         return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
 
     @property

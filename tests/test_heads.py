@@ -32,6 +32,7 @@ from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import (
     CPU,
+    Lengths,
     assert_same,
     changing,
     engine_of,
@@ -403,6 +404,32 @@ def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str]
         engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Wandering(seed))
         assert [seq.output for seq in run(engine, requests)] == [seq.output for seq in plain]
         assert engine.meter.drafted > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_that_are_off_read_nothing_and_timing_writes_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model = fused(folder)
+    head = head_for(folder, load(folder), method)
+    prompts = random_prompts(4, model.vocab, seed=6)
+    lengths = Lengths(lambda seq: 0)
+    for graphs in (True, False):
+        config = EngineConfig(cache_memory="8MiB", chunk=16, k=4, graphs=graphs)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=lengths)
+        run(engine, [Request(tuple(prompt), SamplingParams(max_tokens=24)) for prompt in prompts])
+        assert engine.meter.drafter_rows == 0
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=3), suite=TWINS)
+    assert engine.captured is not None
+    graph, step = engine.captured._graph(4, 3)
+    pools = [pool for layout in engine.layouts for pool in layout.all_pools()]  # type: ignore[attr-defined]
+    with engine.captured._kept(graph):
+        engine.captured._pretend(graph)
+        step.start()
+    assert not any(pool[: graph.scratch].any() for pool in pools)
 
 
 def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""k="auto" on a device whose time is computed: never much slower than plain decoding, and a drafter that is off is off."""
+"""k="auto" on a device whose time is computed: never much slower than plain, and a drafter that is off is off."""
 
 from __future__ import annotations
 

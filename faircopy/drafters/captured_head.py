@@ -109,6 +109,9 @@ class StoredStates(HiddenStateReader):
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
 
+    def pretend(self, length: int) -> None:
+        self.read.fill_(length - 1)
+
     def buffers(self) -> list[Tensor]:
         return [self.read, self.rows]
 

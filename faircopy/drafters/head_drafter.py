@@ -39,7 +39,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
-        self.wants = head.wants
+        self.wants, self.layers = head.wants, len(head.layers)
         self._known: dict[Sequence, SequenceStates] = {}
 
     @torch.no_grad()

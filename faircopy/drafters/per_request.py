@@ -57,6 +57,7 @@ class PerRequestDrafter(Drafter):
         self.default, self._others, self._vocab = default, dict(others), vocab
         self._prediction = PredictionDrafter()
         self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
+        self.layers = default.layers
 
     @property
     def rows_read(self) -> int:  # type: ignore[override]

@@ -25,6 +25,7 @@ from faircopy.engine import Engine
 from faircopy.layout.base import Cache, LayerShape, Packed
 from faircopy.model.base import FINAL, Taps
 from faircopy.model.fused import Fused
+from faircopy.model.runner import Result
 from faircopy.testing import TableModel
 
 
@@ -89,12 +90,9 @@ class SimulatedDevice:
     def _watch(self) -> None:
         engine, drafter = self._engine, self._engine.drafter
         drafter = drafter.default if isinstance(drafter, PerRequestDrafter) else drafter
-        _after(
-            engine.target, "forward", lambda result, *_: self._launch("target", self._table.target(result.packed.size))
-        )
+        _after(engine.target, "forward", lambda result, *_: self._passed("target", result))
         if isinstance(drafter, ModelDrafter):
-            small = drafter._runner
-            _after(small, "forward", lambda result, *_: self._launch("draft", self._table.draft(result.packed.size)))
+            _after(drafter._runner, "forward", lambda result, *_: self._passed("draft", result))
         if isinstance(drafter, HeadDrafter):
             _after(drafter, "_read", lambda *_: self._launch("head", self._head))
         _after(engine.verifier, "judge", lambda *_: self._judged())
@@ -102,6 +100,10 @@ class SimulatedDevice:
             self._ends: dict[int, float] = {}
             _after(engine.captured, "start", self._started)
             _after(engine.captured, "collect", lambda _, step: self._wait(self._ends.pop(id(step))))
+
+    def _passed(self, kind: str, result: Result) -> None:
+        curve = self._table.target if kind == "target" else self._table.draft
+        self._launch(kind, curve(result.packed.size))
 
     def _judged(self) -> None:
         self._wait(self._free)
