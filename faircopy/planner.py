@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from faircopy.costs import CostTable, StepCosts
 from faircopy.draft_length import LADDER, DraftLengths
+from faircopy.measured_acceptance import History
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
@@ -105,6 +106,10 @@ class TreeGains:
     def __init__(self) -> None:
         self._known: dict[int, Rate] = {}
 
+    @property
+    def found(self) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((nodes, rate.value) for nodes, rate in self._known.items()))
+
     def observe(self, nodes: int, accepted: int) -> None:
         self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
 
@@ -161,7 +166,7 @@ class AutoLength(DraftLengths):
         self._trial: Trial | None = None
         self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
         self._behind = False  # drafting has cost too much and must wait
-        self._learned = False  # something is known of this drafter's drafts
+        self._drafts = 0  # that were verified
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
 
@@ -181,6 +186,11 @@ class AutoLength(DraftLengths):
         plain = self._quality == "explicit"
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
         return Confidence(self._row, self._worth, tuple(rates))
+
+    @property
+    def history(self) -> History | None:
+        tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
+        return History(self._drafts, tuple(tried), self._trees.found) if self._drafts else None
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
@@ -231,7 +241,7 @@ class AutoLength(DraftLengths):
                 self._learn(seq, draft, i, len(decision.nodes))
 
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
-        self._learned = True
+        self._drafts += 1
         if draft.is_chain(i):
             sure = draft.confidence[i] if draft.confidence is not None else ()
             self._confident |= draft.confidence is not None
@@ -279,7 +289,7 @@ class AutoLength(DraftLengths):
         best, rate, now = self._best(seqs)
         self._held = 0
         if best != self.k and rate > BETTER * now:
-            if not self._learned and batch > TRIED:
+            if not self._drafts and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
             elif self.k or self._invest(seqs, rate / now - 1.0):
                 self.k = best
