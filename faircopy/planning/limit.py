@@ -34,7 +34,7 @@ def fit_into_memory(target: str | Model, draft: Any, config: EngineConfig) -> tu
     drafter = shape_of_draft(draft, shape.dtype, device)
     machine = named_device("cpu" if device.type == "cpu" else None)
     setup, asked = _setup(shape, config), config.memory
-    known = Measured.of(shape.name, [drafter], shape.dtype, device)
+    known = Measured.of(shape.name, [drafter], shape.dtype, device, config.max_batch * (config.k + 1))
     timed, source = known.knows(drafter), known.source(drafter)
     speed = known.alone_and_full if timed else partial(_tokens_per_pass, known)
     plan = make_plan(setup, [drafter], config.k, budget, machine, speed, asked, timed, source)

@@ -16,6 +16,9 @@ from faircopy.planning.ladder import Speed
 from faircopy.planning.memory import Setup, without_drafts
 
 
+ENOUGH_ROWS = 1024  # passes of more rows lie on the line through those measured
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What is known of a target and some drafters on one device."""
@@ -24,9 +27,12 @@ class Measured:
     histories: dict[str, History]  # by drafter
 
     @classmethod
-    def of(cls, target: str, drafts: list[DraftShape], dtype: torch.dtype, device: torch.device | None) -> Measured:
-        """device: None if it is not one of this machine, and no times are known."""
-        tables = {} if device is None else _tables(target, dtype, device)
+    def of(
+        cls, target: str, drafts: list[DraftShape], dtype: torch.dtype, device: torch.device | None, rows: int
+    ) -> Measured:
+        """device: None if it is not one of this machine, and no times are known. rows: that passes have at most."""
+        found = {} if device is None else _tables(target, dtype, device)
+        tables = {name: table for name, table in found.items() if table.target.points[-1][0] >= min(rows, ENOUGH_ROWS)}
         costs = {draft.name: _table(tables, draft) for draft in (NO_DRAFT, *drafts)}
         histories = {draft.name: known_history(target, draft.name) for draft in drafts if draft.kind != "own"}
         return cls(

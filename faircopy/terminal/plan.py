@@ -61,7 +61,8 @@ def plan_for(wish: Wish) -> Plan:
         chunk=EngineConfig(device="cpu").chunk_on(place),
         margin=MARGIN,
     )
-    known = Measured.of(wish.target, drafts, shape.dtype, place if wish.gpu is None else None)
+    here = place if wish.gpu is None else None
+    known = Measured.of(wish.target, drafts, shape.dtype, here, wish.batch * (wish.k + 1))
     source = known.source(drafts[0], wish.acceptance) if drafts else ""
     speed = _speed(known, drafts, device, wish.acceptance)
     return make_plan(base, drafts, wish.k, _budget(wish, device), device, speed, wish.memory, source=source)
