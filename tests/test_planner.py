@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -20,33 +19,9 @@ from faircopy.draft_length import DraftLengths
 from faircopy.model.loader import load_model
 from faircopy.planner import Acceptance, AutoLength
 from faircopy.testing import TableModel
-from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+from faircopy.testing.simulated_steps import sequences, simulate
+from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Sequence, Verdict
 from tests.helpers import assert_same, random_prompts, references, requests_of, run
-
-
-def sequences(count: int) -> list[Sequence]:
-    return [Sequence(n, Request((1,)), [1]) for n in range(count)]
-
-
-def simulate(chooser: AutoLength, rate: float, cost, steps: int = 400, batch: int = 4, seed: int = 0):  # type: ignore[no-untyped-def]
-    """Tokens and seconds of an engine whose drafts are right with this chance and whose steps take cost(batch, k)."""
-    source, seqs, tokens, seconds = random.Random(seed), sequences(batch), 0, 0.0
-    chosen = []
-    for _ in range(steps):
-        lengths = chooser.choose(seqs)
-        accepted = []
-        for length in lengths:
-            good = 0
-            while good < length and source.random() < rate:
-                good += 1
-            accepted.append(good)
-        taken = cost(batch, max(lengths))
-        verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
-        draft = Draft.chains([[0] * length for length in lengths])
-        chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
-        tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
-        chosen.append(max(lengths))
-    return tokens, seconds, chosen
 
 
 def plain_rate(cost, batch: int = 4) -> float:  # type: ignore[no-untyped-def]

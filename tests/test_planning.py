@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import batch_law
 from benchmarks.specmemo import PublishedMedusa, buffer_bytes, default_tree, paths_of
 from faircopy import (
     LLM,
@@ -488,3 +489,21 @@ def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "acceptance.json").write_text('{"' + "x" * 40 + '": 5}')
     monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
     assert known_history(str(bundled.target()), str(bundled.draft())) is None
+
+
+def test_the_controller_stands_beside_the_law(tmp_path: Path) -> None:
+    """What k="auto" chooses with the times of a table is within 5 % of the best length, and drawn."""
+    file = Path(batch_law.__file__).parent / "results" / "costs-h200.json"
+    table = CostTable.of_json(json.loads(file.read_text())["rows"][0])
+    for batch in (1, 8, 64):
+
+        def rate(k: int, batch: int = batch) -> float:
+            return sum(0.7**place for place in range(k + 1)) / table.step(batch, k)
+
+        assert rate(batch_law.controller_k(table, batch, 0.7)) > 0.95 * max(map(rate, range(17)))
+    asked = ["--shape", "qwen3-0.6b", "--layers", "1", "--device", "cuda", "--gpu", "h200", "--costs", str(file)]
+    batch_law.main(
+        [*asked, "--batches", "1", "64", "--plot", str(tmp_path / "law.png"), "--out", str(tmp_path / "law")]
+    )
+    assert (tmp_path / "law.png").stat().st_size > 1000
+    assert [batch for batch, _ in json.loads((tmp_path / "law").read_text())["settings"]["auto"]] == [1, 64]

@@ -15,7 +15,6 @@ from faircopy.planning.drafts import NO_DRAFT, DraftShape
 from faircopy.planning.ladder import Speed
 from faircopy.planning.memory import Setup, without_drafts
 
-
 ENOUGH_ROWS = 1024  # passes of more rows lie on the line through those measured
 
 
