@@ -51,7 +51,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch in args.batches:
         prompts, wanted = queue(args, trial, batch)
         ratios: dict[str, list[float]] = {name: [] for name in llms}
-        texts, rates = {}, {name: 0.0 for name in llms}
+        texts, rates = {}, dict.fromkeys(llms, 0.0)
         for turn in range(args.rounds + 1):
             for name, llm in llms.items():
                 rates[name], texts[name] = trial.rate(llm, prompts, wanted, batch)

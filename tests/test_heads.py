@@ -533,6 +533,29 @@ def test_captured_trees_with_every_sampling_parameter() -> None:
     assert len(starts) > 4 and sum(seq.accepted for seq in seqs) > 10
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_chains_are_drafted_with_the_requests_filters(graphs: bool) -> None:
+    """Drawn from the best token alone, a text is the greedy one, and as much of it is drafted right."""
+    pytest.importorskip("triton")
+    from faircopy import bundled
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    model = fused(str(bundled.target()))
+    head = load_head(bundled.named("clover"), load(str(bundled.target())))
+    head.tree = Tree  # type: ignore[assignment, method-assign]
+    prompts = [tuple(range(900, 900 + 7 * n)) for n in (1, 2, 3)]
+    penalty = {"repetition_penalty": 1.2, "max_tokens": 32, "ignore_eos": True}
+    for more in ({"max_tokens": 32, "ignore_eos": True}, penalty):
+        found = []
+        for params in (SamplingParams(**more), SamplingParams(temperature=1.0, top_k=1, **more)):  # type: ignore[arg-type]
+            config = EngineConfig(cache_memory="64MiB", k=4, graphs=graphs)
+            engine = build_engine(model, draft=head, config=config, suite=TWINS)
+            seqs = run(engine, [Request(prompt, params) for prompt in prompts])
+            found.append(([seq.output for seq in seqs], [seq.accepted for seq in seqs]))
+        assert found[0] == found[1] and sum(found[0][1]) > 20
+
+
 def test_accepted_paths_are_moved_into_line() -> None:
     """The bundled head and its target, trees in captured steps: forks are accepted, and what follows is right."""
     pytest.importorskip("triton")

@@ -16,6 +16,7 @@ from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, Pat
 from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.types import Sequence
@@ -177,10 +178,21 @@ class _ChainGrowth(_TreeGrowth):
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
         super().__init__(head, layout, rows_of, graph)
+        self._sampling = graph.row_sampling(graph.size)
         self._deeper = [graph.node_rows(layout, node) for node in range(graph.k)] if head.deep else []
 
+    def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The token that the request's parameters and noise choose, as the target does and a draft model."""
+        graph, inputs, out = self._graph, self._graph.inputs, self._graph.inputs.ids[:, level + 1]
+        temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
+        graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
+        graph.suite.pick(
+            logits.contiguous(), temperatures, keys, vocab=self._head.vocab, out=out, sampling=self._sampling
+        )
+        ids = out.long()[:, None, None]
+        return ids.clamp(min=0), torch.where(ids == BROKEN, -torch.inf, 0.0)
+
     def _rows(self, level: int, front: Frontier) -> Rows:
-        self._graph.inputs.ids[:, level] = front.tokens[:, 0]
         return self._rows_of(self._deeper[level - 1])
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:
