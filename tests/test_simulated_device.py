@@ -2,75 +2,49 @@
 
 from __future__ import annotations
 
-import json
-import random
 import statistics
 import time
 from collections.abc import Sequence as Seq
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.simulated import CONTEXT, VOCAB, Queue, Written, read_table, write
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.costs import CostTable
 from faircopy.draft_length import DraftLengths
 from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.planner import TRIED, AutoLength
 from faircopy.testing.simulated_device import FreeModel, SimulatedDevice
-from faircopy.types import Request, SamplingParams, Sequence
+from faircopy.types import Sequence
 
-H200 = Path(__file__).parent.parent / "benchmarks" / "results" / "costs-h200.json"
-BATCH, QUEUE, TOKENS = 64, 6, 64
-
-
-def table() -> CostTable:
-    return CostTable.of_json(json.loads(H200.read_text())["rows"][0])
+BATCH = 64
+QUEUE = Queue(batch=BATCH, tokens=64)
 
 
-def engine_of(draft: FreeModel | None, lengths: DraftLengths | None, batch: int = BATCH, **options: object) -> Engine:
-    config = EngineConfig(k=8 if draft else 0, max_batch=batch, cache_memory="64MiB", prefix_reuse=False, **options)  # type: ignore[arg-type]
-    return build_engine(FreeModel(), draft=draft, config=config, suite=TWINS, draft_lengths=lengths)
-
-
-def requests(count: int) -> list[Request]:
-    """Prompts of 20 to 60 tokens, texts of half to one and a half times TOKENS."""
-    source = random.Random(0)
-    prompts = [tuple(source.randrange(64) for _ in range(source.randint(20, 60))) for _ in range(count)]
-    lengths = [source.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in prompts]
-    return [Request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in zip(prompts, lengths, strict=True)]
-
-
-def rate(draft: FreeModel | None) -> tuple[float, list[list[int]]]:
-    """Tokens a second of a queue six times the batch, and the texts."""
-    engine = engine_of(draft, AutoLength(8) if draft else None)
-    device = SimulatedDevice(engine, table())
-    with device.running():
-        seqs = [engine.add(request) for request in requests(QUEUE * BATCH)]
-        while engine.busy:
-            engine.step()
-    texts = [seq.output for seq in seqs]
-    return sum(map(len, texts)) / device.now, texts
+def engine_of(draft: FreeModel, lengths: DraftLengths, batch: int = BATCH, **options: object) -> Engine:
+    settings: dict[str, object] = {"k": 8, "max_batch": batch, "cache_memory": "64MiB", "prefix_reuse": False}
+    config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
+    return build_engine(FreeModel(VOCAB, CONTEXT), draft=draft, config=config, suite=TWINS, draft_lengths=lengths)
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[float, list[list[int]]]:
-    return rate(None)
+def plain() -> Written:
+    return write(QUEUE, None, 0, read_table())
 
 
 @pytest.mark.parametrize(
-    "draft,least",
-    [({"right": 0.0}, 0.98), ({"right": 0.9}, 1.1), ({"right": 0.95, "turn": 72}, 0.98)],
+    "right,turn,least",
+    [(0.0, None, 0.98), (0.9, None, 1.1), (0.95, 76, 0.98)],
     ids=["useless", "good", "changing"],
 )
-def test_a_large_batch_is_not_slower_than_plain(plain, draft: dict[str, float], least: float) -> None:  # type: ignore[no-untyped-def]
-    """The H200's table at batch 64: with 2 of 3 draft tokens accepted the best fixed length gains a fifth."""
-    found, texts = rate(FreeModel(**draft))  # type: ignore[arg-type]
-    assert texts == plain[1]
-    assert found > least * plain[0]
+def test_a_large_batch_is_not_slower_than_plain(plain: Written, right: float, turn: int | None, least: float) -> None:
+    """The H200's table at batch 64, a queue six times as long; the best fixed length gains a fifth with the good one."""
+    found = write(QUEUE, FreeModel(VOCAB, CONTEXT, right, turn), "auto", read_table())
+    assert found.texts == plain.texts
+    assert found.rate > least * plain.rate
 
 
 class Never(DraftLengths):
@@ -85,8 +59,8 @@ class Never(DraftLengths):
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_drafter_that_is_off_reads_nothing(graphs: bool) -> None:
     """Neither prompts, in however many chunks, nor what is written."""
-    engine = engine_of(FreeModel(), Never(), 4, graphs=graphs, chunk=8)
-    for request in requests(8):
+    engine = engine_of(FreeModel(VOCAB, CONTEXT), Never(), 4, graphs=graphs, chunk=8)
+    for request in Queue(batch=8, times=1).requests():
         engine.add(request)
     while engine.busy:
         engine.step()
@@ -95,9 +69,9 @@ def test_a_drafter_that_is_off_reads_nothing(graphs: bool) -> None:
 
 def test_a_trial_drafts_for_a_few() -> None:
     """The first drafts at a large batch are for a few sequences; the drafter reads those alone."""
-    engine = engine_of(FreeModel(right=0.0), AutoLength(8))
-    device = SimulatedDevice(engine, table())
-    seqs = [engine.add(request) for request in requests(BATCH)]
+    engine = engine_of(FreeModel(VOCAB, CONTEXT, 0.0), AutoLength(8))
+    device = SimulatedDevice(engine, read_table())
+    seqs = [engine.add(request) for request in Queue(batch=BATCH, times=1).requests()]
     with device.running():
         while not any(seq.drafted for seq in seqs):
             engine.step()
@@ -112,9 +86,9 @@ def test_the_choice_takes_the_host_little_time() -> None:
     """Of a plain step of 64 sequences, which takes 4.9 ms, less than a tenth; drafts on and off."""
     for right in (0.0, 0.95):
         lengths = AutoLength(8)
-        engine = engine_of(FreeModel(right=right), lengths)
-        device, spent = SimulatedDevice(engine, table()), _watched(lengths)
-        for request in requests(BATCH):
+        engine = engine_of(FreeModel(VOCAB, CONTEXT, right), lengths)
+        device, spent = SimulatedDevice(engine, read_table()), _watched(lengths)
+        for request in Queue(batch=BATCH, times=1).requests():
             engine.add(request)
         with device.running():
             while engine.scheduler.waiting:
@@ -124,7 +98,7 @@ def test_the_choice_takes_the_host_little_time() -> None:
                 before = sum(spent)
                 engine.step()
                 taken.append(sum(spent) - before)
-        assert statistics.median(taken) < 0.1 * table().step(BATCH, 0)
+        assert statistics.median(taken) < 0.1 * read_table().step(BATCH, 0)
 
 
 def _watched(lengths: AutoLength) -> list[float]:
