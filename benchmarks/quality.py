@@ -70,9 +70,9 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def plot(found: list[dict[str, Any]], file: Path) -> None:
-    names = dict.fromkeys(row["way"] for row in found)
+    names = dict.fromkeys(row["way"] for row in found if row["way"] != "plain")
     lines = {name: [(row["batch"], row["times_plain"]) for row in found if row["way"] == name] for name in names}
-    plot_lines(file, "a sequence's own draft length, by the clock", "tokens per second, times plain", lines)
+    plot_lines(file, "a sequence's own draft length, by the clock", "tokens per second, times plain", lines, one=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
