@@ -106,6 +106,11 @@ class StepCosts:
         """Whether the table's shape can be trusted before a step of the kind has run."""
         return self.table.measured
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are times: a guessed table has a unit of its own until a step was measured."""
+        return self.measured or self._level > 0.0
+
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.setdefault((bucket(batch), k), _Cell())
         cell.count += 1

@@ -209,9 +209,9 @@ class AutoLength(DraftLengths):
         if seconds is not None:
             self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
             self._book(step, k, seconds)
-        elif step.captured:
+        elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
-        else:
+        elif not step.captured:
             self._book_reading(step)
 
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
@@ -224,9 +224,10 @@ class AutoLength(DraftLengths):
 
     def _book_reading(self, step: FinishedStep) -> None:
         """A step that plain decoding makes too, to read prompts: what the drafter read meanwhile is its cost."""
-        table, level = self.costs.table, self.costs.level
-        self._saved -= table.reading(step.read) * level
-        self._elapsed += (table.target(step.rows) + table.reading(step.read)) * level
+        if self.costs.in_seconds:
+            table, level = self.costs.table, self.costs.level
+            self._saved -= table.reading(step.read) * level
+            self._elapsed += (table.target(step.rows) + table.reading(step.read)) * level
 
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)

@@ -103,6 +103,24 @@ def test_a_captured_step_that_finds_nothing_is_paid_for() -> None:
     assert chooser.choose(seqs) == [0] * 8
 
 
+def test_steps_that_only_read_are_no_lookups_without_a_result() -> None:
+    """Before captured steps a draft model reads prompts and drafts nothing: that says nothing of its drafts."""
+    chooser, seqs = (
+        AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))), Curve(((1, 0.1), (99, 0.2))))),
+        sequences(8),
+    )
+    reading = FinishedStep(
+        Batch(seqs, [1] * 8, [1] * 8), Draft.empty(8), Verdict([Decision([], [0])] * 8), 300, 0, read=99
+    )
+    for _ in range(50):
+        chooser.observe(reading, None)
+    assert chooser.acceptance.found.value == 1.0
+    assert chooser._saved == pytest.approx(50 * -0.2), "but what it read is booked"
+    guessed = AutoLength(8)
+    guessed.observe(reading, None)
+    assert guessed._elapsed == 0.0, "a guessed table's numbers are no seconds"
+
+
 def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     """Lookups that find little and are right then pay, although every step of so few tokens would not."""
     chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (2, 1.3), (16, 1.4)))))

@@ -41,7 +41,7 @@ def plain() -> Written:
     ids=["useless", "good", "changing"],
 )
 def test_a_large_batch_is_not_slower_than_plain(plain: Written, right: float, turn: int | None, least: float) -> None:
-    """The H200's table at batch 64 and a queue six times as long; the best fixed length of the good one gains a fifth."""
+    """The H200's table at batch 64, a queue six times as long; a fixed length of the good one gains a fifth at best."""
     found = write(QUEUE, FreeModel(VOCAB, CONTEXT, right, turn), "auto", read_table())
     assert found.texts == plain.texts
     assert found.rate > least * plain.rate
