@@ -18,7 +18,6 @@ from torch import Tensor
 from faircopy import engine as engine_module
 from faircopy import pace
 from faircopy.costs import CostTable
-from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.model import ModelDrafter
 from faircopy.drafters.per_request import PerRequestDrafter
 from faircopy.engine import Engine
@@ -55,15 +54,12 @@ class FreeModel(TableModel, Fused):
 class SimulatedDevice:
     """The time of one engine."""
 
-    def __init__(self, engine: Engine, table: CostTable, host: float = 0.0, head: float = 0.0) -> None:
-        """host: seconds of the host in an eager step and the captured one behind it, in which the device waits.
-
-        head: seconds of a pass in which a draft head reads.
-        """
-        self._engine, self._host, self._head, self.now, self._free = engine, host, head, 0.0, 0.0
+    def __init__(self, engine: Engine, table: CostTable, host: float = 0.0) -> None:
+        """host: seconds of the host in an eager step and the captured one behind it, in which the device waits."""
+        self._engine, self._host, self.now, self._free = engine, host, 0.0, 0.0
         self._table = replace(table, steps=_steps(engine, table))
         self.busy: dict[str, float] = {}  # seconds of the device by what it did
-        self.started: dict[tuple[int, int], int] = {}  # captured steps by batch slots and k
+        self._ends: dict[int, float] = {}  # when captured steps in flight will have ended
         if engine.captured is not None:
             engine.captured.times = dict(self._table.steps)
         engine.draft_lengths.use(self._table)
@@ -93,11 +89,8 @@ class SimulatedDevice:
         _after(engine.target, "forward", lambda result, *_: self._passed("target", result))
         if isinstance(drafter, ModelDrafter):
             _after(drafter._runner, "forward", lambda result, *_: self._passed("draft", result))
-        if isinstance(drafter, HeadDrafter):
-            _after(drafter, "_read", lambda *_: self._launch("head", self._head))
         _after(engine.verifier, "judge", lambda *_: self._judged())
         if engine.captured is not None:
-            self._ends: dict[int, float] = {}
             _after(engine.captured, "start", self._started)
             _after(engine.captured, "collect", lambda _, step: self._wait(self._ends.pop(id(step))))
 
@@ -114,7 +107,6 @@ class SimulatedDevice:
 
     def _started(self, step: Any, *_: Any) -> None:
         size, k = step.kind
-        self.started[size, k] = self.started.get((size, k), 0) + 1
         self._ends[id(step)] = self._launch(f"captured k {k}", self._table.step(size, k))
 
 
