@@ -16,7 +16,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from faircopy.costs import CostTable, StepCosts
+from faircopy.costs import CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths
 from faircopy.measured_acceptance import History
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
@@ -35,6 +35,7 @@ PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
+REFERENCE = 3  # plain steps that are measured in a batch before drafting
 TRIED = 8  # sequences that get drafts in it
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PATIENCE = 64  # choices after which a trial that has not come about is given up
@@ -167,6 +168,7 @@ class AutoLength(DraftLengths):
         self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
         self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
+        self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
 
@@ -285,6 +287,9 @@ class AutoLength(DraftLengths):
         if self._lost(batch):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
+        if self._needs_reference(batch):
+            self.k, self._held, self.reason = 0, HOLD, f"measuring plain decoding at batch {batch}"
+            return 0
         if self._held < HOLD:
             return self.k
         best, rate, now = self._best(seqs)
@@ -297,6 +302,17 @@ class AutoLength(DraftLengths):
         if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
         return self.k
+
+    def _needs_reference(self, batch: int) -> bool:
+        """Whether a few plain steps should run first: what drafts gain is known against those, and tables may be off.
+
+        Where all steps read prompts, none can be measured, and that is given up.
+        """
+        size = bucket(batch)
+        if self.costs.tried(batch, 0) >= REFERENCE:
+            return False
+        self._asked[size] = self._asked.get(size, 0) + 1
+        return self._asked[size] <= 4 * REFERENCE
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
         """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""

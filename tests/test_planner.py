@@ -17,7 +17,7 @@ from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import DraftLengths
 from faircopy.model.loader import load_model
-from faircopy.planner import Acceptance, AutoLength
+from faircopy.planner import REFERENCE, Acceptance, AutoLength
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Sequence, Verdict
@@ -125,6 +125,9 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     """Lookups that find little and are right then pay, although every step of so few tokens would not."""
     chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (2, 1.3), (16, 1.4)))))
     (seq,) = seqs = sequences(1)
+    for _ in range(REFERENCE):
+        assert chooser.choose(seqs) == [0], "plain steps first"
+        chooser.costs.observe(1, 0, 1, 1.0)
     for n in range(60):
         chooser.acceptance.found.add(n % 4 == 0)
         if n % 4 == 0:
@@ -133,7 +136,7 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     assert k > 0, "one step in four takes 1.4 times as long and gives three tokens"
     steps = {(1, k): 1.9 if k else 1.0 for k in chooser.lengths}
     captured = AutoLength(8, table=replace(chooser.costs.table, steps=steps))
-    captured.acceptance = chooser.acceptance
+    captured.acceptance, captured.costs._cells = chooser.acceptance, chooser.costs._cells
     assert captured.choose(seqs) == [0], "a captured step takes its time, whatever is found"
     for _ in range(100):
         chooser.acceptance.observe(seq, 3, 0)
@@ -239,3 +242,15 @@ def test_a_trial_drafts_all_it_asks_for() -> None:
         if chooser.reason.startswith("trying") and chooser.confidence is not None:
             asked.add(chooser.confidence[:2])
     assert asked == {(0.0, 0.0)}
+
+
+def test_a_table_that_is_off_is_found_out() -> None:
+    """It says that rows are nearly free; they are not, and without plain steps those would be thought as slow."""
+
+    def cost(batch: int, k: int) -> float:
+        return 1.0 + 0.6 * k
+
+    for rate in (0.5, 0.7):
+        chooser = AutoLength(8, "off", CostTable(Curve(((1, 1.0), (72, 1.1)))))
+        tokens, seconds, _ = simulate(chooser, rate, cost, steps=1500, batch=8)
+        assert tokens / seconds > 0.98 * plain_rate(cost, 8)
