@@ -3,10 +3,15 @@
 python -m benchmarks.batch_law --shape qwen3-0.6b --layers 8 --out benchmarks/results/batch-law-cpu.json --plot law.png
 python -m benchmarks.batch_law --device cuda --shape qwen3-8b --out $OUT/batch-law-h200.json --plot $OUT/law.png
 python -m benchmarks.batch_law ... --most 4096 --accepted benchmarks/results/laws-h200.jsonl   # and Scylla's Table 5
+python -m benchmarks.batch_law --costs benchmarks/results/costs-h200.json --shape qwen3-8b --device cuda --plot law.png
 
 A pass of n rows for each sequence is timed (on a GPU as a graph) for every batch size. Free are the rows up to which it
 takes at most 1 + SLACK times as long as with one; between two measured numbers of rows time is taken to be linear. The
 two constants of the law are fitted to that, and compared with the roofline's.
+
+Beside them stands what k="auto" chooses if its steps take the measured times and --acceptance of the draft tokens are
+right: the number of draft tokens it has most often in the second half of 800 steps. With --costs no pass is timed:
+passes of target and draft model take what a cost table says. Otherwise drafting costs rows alone.
 
 With --accepted (results of `faircopy laws run`) tokens per second follow from the passes, the levels of a Scylla head
 of this shape, and the accepted tokens by nodes of the best head with one layer: plain, a fixed tree of 60, the law's k,
@@ -16,7 +21,9 @@ and the k that is best by these measurements, which is what the planner looks fo
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +35,7 @@ from faircopy.bench.plots import plot_lengths, plot_lines
 from faircopy.bench.record import write
 from faircopy.bench.shapes import SHAPES, random_model, shape_config
 from faircopy.bench.steps import pass_ms, scene
-from faircopy.costs import Curve
+from faircopy.costs import CostTable, Curve
 from faircopy.drafters.heads import Head, HeadConfig
 from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.networks.scylla import Scylla
@@ -36,11 +43,14 @@ from faircopy.laws.points import TREE, measure_name, read_results
 from faircopy.laws.predict import draft_seconds, tree_shares
 from faircopy.laws.timing import level_ms
 from faircopy.model.base import Model
-from faircopy.model.shape import shape_of_model
+from faircopy.model.shape import shape_of_config, shape_of_model
+from faircopy.planner import AutoLength
 from faircopy.planning.devices import named_device
 from faircopy.planning.roofline import BatchLaw, Roofline, best_k, fit
+from faircopy.testing.simulated_steps import simulate
 
 SLACK = 0.1
+MOST_K, STEPS = 16, 800  # of the trial of k=auto
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, TREE + 1, 64, 96, 128, 192)
 
 
@@ -72,6 +82,25 @@ def free_rows(found: list[dict[str, Any]], batch: int) -> float:
         if after > allowed:
             return float(low + (high - low) * max(0.0, allowed - before) / (after - before))
     return float(line[-1][0])
+
+
+def controller_k(table: CostTable, batch: int, acceptance: float) -> int:
+    """The number of draft tokens that k="auto" has most often, with drafts that are right with this chance."""
+    chooser = AutoLength(MOST_K, "off", table)
+    _, _, chosen = simulate(chooser, acceptance, table.step, STEPS, batch)
+    return Counter(chosen[STEPS // 2 :]).most_common(1)[0][0]
+
+
+def table_of(found: list[dict[str, Any]], batch: int) -> CostTable:
+    """What passes of this batch took; draft tokens cost their rows alone."""
+    return CostTable(Curve(tuple((row["rows"] * batch, 1e-3 * row["ms"]) for row in found if row["batch"] == batch)))
+
+
+def passes_of(table: CostTable, batches: list[int], most: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds by batch and rows per sequence, as a cost table has them."""
+    for batch in batches:
+        for rows in (n for n in ROWS if n * batch <= most):
+            yield {"batch": batch, "rows": rows, "ms": 1e3 * table.target(rows * batch)}
 
 
 def wide_head(config: Any, model: Model, layers: int) -> Head:
@@ -130,9 +159,10 @@ def show_rates(rows: list[dict[str, Any]]) -> None:
         print(f"{row['batch']:5d} {plain:8.0f} {tree} {law} {best}")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--gpu", help="whose roofline is drawn; this machine's unless given")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*SHAPES])
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -142,29 +172,42 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=384, help="rows of a pass at most")
     parser.add_argument("--out")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--costs", type=Path, help="a cost table's file, instead of timing passes")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="of the draft tokens that k=auto is tried with")
     parser.add_argument("--accepted", type=Path, help="results of faircopy laws run, for tokens per second")
     parser.add_argument("--plot-rates", type=Path)
     parser.add_argument("--times", help="write times of a draft's levels by depth to this file")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = shape_config(args.shape, **changes)
-    model = random_model(config, getattr(torch, args.dtype), torch.device(args.device))
-    roof = Roofline(shape_of_model(model), named_device("cpu" if args.device == "cpu" else None), args.context)
-    found = list(passes(model, args))
+    if args.costs:
+        model, shape = None, shape_of_config(config, getattr(torch, args.dtype))
+        kept = CostTable.of_json(json.loads(args.costs.read_text())["rows"][0])
+        found, tables = list(passes_of(kept, args.batches, args.most)), dict.fromkeys(args.batches, kept)
+    else:
+        model = random_model(config, getattr(torch, args.dtype), torch.device(args.device))
+        shape, found = shape_of_model(model), list(passes(model, args))
+        tables = {batch: table_of(found, batch) for batch in args.batches}
+    known = named_device(args.gpu if args.device == "cuda" else "cpu")
+    roof = Roofline(shape, known, args.context)
     free = [(batch, free_rows(found, batch)) for batch in args.batches]
     measured, law = fit(free), roof.law
     for batch, rows in free:
         print(f"batch {batch:3d}  free rows per sequence {rows:6.1f} measured  {law.rows(batch):6.1f} by the roofline")
     for name, one in (("measured", measured), ("roofline", law)):
         print(f"{name}: {one.shared:.1f} / batch + {one.own:.2f}")
-    table = rates_of(args, config, model, found, law) if args.accepted else []
+    chosen = [(batch, controller_k(tables[batch], batch, args.acceptance)) for batch in args.batches]
+    print(f"k=auto at acceptance {args.acceptance}: {', '.join(f'{k} at batch {batch}' for batch, k in chosen)}")
+    table = rates_of(args, config, model, found, law) if args.accepted and model is not None else []
     if args.plot:
-        draw(args.plot, f"{args.shape}, {args.dtype}, {args.context} tokens, {args.device}", args.batches, free, law)
+        title = f"{args.shape}, {args.dtype}, {args.context} tokens, {known.name}"
+        draw(args.plot, title, free, law, (args.acceptance, chosen))
     if args.out:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         settings = {**plain, "slack": SLACK, "threads": torch.get_num_threads()}
         laws = {"measured": measured._asdict(), "roofline": law._asdict(), "free_rows": free, "rates": table}
+        laws["auto"] = chosen
         write(args.out, settings | laws, found)
 
 
@@ -185,13 +228,17 @@ def rates_of(
     return table
 
 
-def draw(file: Path, title: str, batches: list[int], free: list[tuple[int, float]], law: BatchLaw) -> None:
+def draw(
+    file: Path, title: str, free: list[tuple[int, float]], law: BatchLaw, auto: tuple[float, list[tuple[int, int]]]
+) -> None:
+    acceptance, chosen = auto
     plot_lengths(
         file,
         title,
         {
-            f"measured, {1 + SLACK:.1f} times one row": [(batch, max(0.0, rows - 1.0)) for batch, rows in free],
-            "roofline": [(batch, law.k(batch)) for batch in batches],
+            f"measured: {1 + SLACK:.1f} times one row": [(batch, max(0.0, rows - 1.0)) for batch, rows in free],
+            "closed form, by the roofline": [(batch, law.k(batch)) for batch, _ in free],
+            f"k=auto with these times, acceptance {acceptance}": [(batch, float(k)) for batch, k in chosen],
         },
     )
 

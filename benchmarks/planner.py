@@ -2,12 +2,15 @@
 
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
-    [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own] [--questions FILE --task NAME]
+    [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
+    [--questions FILE --task NAME]
 
-A queue of prompts `--queue` times the batch is written, and ended texts are replaced. On a GPU clocks are the wall's,
-elsewhere the process's own. Texts of all ways are compared. "useless" drafts tokens that are never right, "turns" what
-plain decoding wrote, and wrong tokens from the middle of each text on. "head" is the bundled Clover head; for the
-widened pair a random head of that shape runs beside it (benchmarks.heads_wide), and it drafts chains.
+A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
+one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
+all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
+"useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
+each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs beside it
+(benchmarks.heads_wide), and it drafts chains.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -42,6 +45,7 @@ from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
 from faircopy.model.loader import load_model, load_tokenizer
 from faircopy.requests import RequestReader
+from faircopy.strategy import STRATEGIES
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
@@ -173,15 +177,15 @@ class Trial:
     def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Texts]:
         """Tokens a second with `batch` texts at a time, and the texts."""
         requests = [llm.request(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
-        engine, seqs, live = llm.engine, [], 0
+        engine = llm.engine
+        config = replace(llm.config, max_batch=batch)
+        engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, engine.captured is not None)
         clock = TableClock(engine, self._table) if self._table is not None else None
         synchronize()
         begin = self._now()
-        while len(seqs) < len(requests) or engine.busy:
-            while live < batch and len(seqs) < len(requests):
-                seqs.append(engine.add(requests[len(seqs)]))
-                live += 1
-            live -= sum(output.finished is not None for output in engine.step())
+        seqs = [engine.add(request) for request in requests]
+        while engine.busy:
+            engine.step()
         synchronize()
         found = [seq.output for seq in seqs]
         taken = self._now() - begin if clock is None else clock.seconds
@@ -206,12 +210,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 plain[batch] = rate, found
                 trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
             base, texts = plain[batch]
-            steps = llm.metrics()["sequence_steps"] - before["sequence_steps"]
+            counted = {name: value - before[name] for name, value in llm.metrics().items()}
             yield {
                 **({"task": args.task} if args.task else {}),
                 "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
                 "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
-                "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, steps),
+                "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, counted["sequence_steps"]),
+                **{name: counted[name] for name in ("steps", "captured_steps", "drafter_rows", "drafted", "accepted")},
                 "first_launches": first_launches()[known:],
                 "why": llm.explain()["draft_length"],
             }  # fmt: skip
@@ -219,9 +224,10 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def queue(args: argparse.Namespace, trial: Trial, batch: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    count = max(args.queue * batch, 4)
+    count, source = max(args.queue * batch, 4), random.Random(0)
+    least, most = (args.tokens, args.tokens) if args.same else (args.tokens // 2, args.tokens * 3 // 2)
     wanted = [
-        SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=n, ignore_eos=True)
+        SamplingParams(max_tokens=source.randint(least, most), temperature=args.temperature, seed=n, ignore_eos=True)
         for n in range(count)
     ]
     return trial.prompts(count), wanted
@@ -273,6 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--qualities", nargs="*", default=["both"])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--queue", type=int, default=8)
+    parser.add_argument("--same", action="store_true")
     parser.add_argument("--questions", help="a file such as Spec-Bench's question.jsonl, for a FOLDER as pair")
     parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -47,6 +47,10 @@ class HiddenStateReader(ABC):
         """Keep the states of the rows that a step accepted, of the states of all its rows; captured."""
 
     @abstractmethod
+    def pretend(self, length: int) -> None:
+        """Let texts in all batch slots be this long, and all but their last tokens be read; for timing."""
+
+    @abstractmethod
     def buffers(self) -> list[Tensor]:
         """The tensors it keeps between steps; a trial run before capturing must leave them as they were."""
 

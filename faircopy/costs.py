@@ -33,13 +33,17 @@ class Curve:
             return last * rows / high
         return first + max(0.0, last - first) * (rows - low) / (high - low)
 
+    def scaled(self, share: float) -> Curve:
+        """Passes that take this share of the time."""
+        return Curve(tuple((rows, share * seconds) for rows, seconds in self.points), self.stepped)
+
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Measured costs of one target and drafter on one device."""
 
     target: Curve
-    draft: Curve = Curve()  # of a draft model; empty: drafting costs nothing
+    draft: Curve = Curve()  # of a draft model or a head; empty: drafting costs nothing
     steps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # (batch slots, k) -> seconds, captured
     measured: bool = True
 
@@ -50,6 +54,10 @@ class CostTable:
             return max(SHORTEST, self.steps[min(fitting)])
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
+
+    def reading(self, rows: int) -> float:
+        """Seconds in which a drafter reads rows of text."""
+        return self.draft(rows) if rows and self.draft.points else 0.0
 
     def captured(self, batch: int, k: int) -> bool:
         """Whether a step takes the same time however many draft tokens there are."""
@@ -90,6 +98,7 @@ class StepCosts:
     def __init__(self, table: CostTable = GUESSED) -> None:
         self.table = table
         self._level = 0.0  # 0: nothing was measured
+        self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
         self._cells: dict[tuple[int, int], _Cell] = {}
 
     @property
@@ -97,10 +106,15 @@ class StepCosts:
         """Whether the table's shape can be trusted before a step of the kind has run."""
         return self.table.measured
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are times: a guessed table has a unit of its own until a step was measured."""
+        return self.measured or self._level > 0.0
+
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.setdefault((bucket(batch), k), _Cell())
         cell.count += 1
-        expected, seconds = self.table.step(batch, k, rows), max(SHORTEST, seconds)
+        expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
         if self._level == 0.0:
             self._level = seconds / expected
         found = seconds / (expected * self._level)
@@ -116,7 +130,18 @@ class StepCosts:
 
     def of(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step; before anything was measured, in the table's own unit."""
-        return self.table.step(batch, k, rows) * (self._level or 1.0) * self._factor(bucket(batch), k)
+        return self._step(batch, k, rows) * self.level * self._factor(bucket(batch), k)
+
+    def _step(self, batch: int, k: int, rows: int | None) -> float:
+        found = self._expected.get((batch, k, rows))
+        if found is None:
+            found = self._expected[batch, k, rows] = self.table.step(batch, k, rows)
+        return found
+
+    @property
+    def level(self) -> float:
+        """What all passes take, over what the table says."""
+        return self._level or 1.0
 
     def _factor(self, size: int, k: int) -> float:
         """Its own correction, or that of the nearest k of this batch, or of any batch."""

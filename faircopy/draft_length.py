@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from faircopy.costs import CostTable
+from faircopy.measured_acceptance import History
 from faircopy.types import Confidence, FinishedStep, Sequence
 
 LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
@@ -26,6 +27,11 @@ class DraftLengths(ABC):
     @property
     def confidence(self) -> Confidence | None:
         """How sure a drafter must be of what it drafts; None: it drafts what it may."""
+        return None
+
+    @property
+    def history(self) -> History | None:
+        """What was learned of the drafter's drafts, to be kept for plans; None: nothing."""
         return None
 
     @abstractmethod

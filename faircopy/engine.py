@@ -67,6 +67,7 @@ class Engine:
         self._under_way: deque[EagerStep] = deque()  # eager steps that have begun, oldest first
         self._early: list[Output] = []  # of steps that had to end before they were asked for
         self._last_end = 0.0  # of an eager step
+        self._rows_read = 0  # by the drafter, up to the end of the last eager step
         self._pace = Pace()
         self._next_id = 0
         self.failed: list[Sequence] = []  # those of the step that raised last, for a caller who goes on
@@ -97,6 +98,8 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
+        if not draft.points and self.drafter.layers:  # a head's layers are like the target's
+            draft = target.scaled(self.drafter.layers / len(self.target.model.layers))
         return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
 
     @property
@@ -217,7 +220,8 @@ class Engine:
         self._pace.stop()
         end = time.perf_counter()
         seconds, self._last_end = end - max(step.begin, self._last_end), end
-        finished = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded)
+        read, self._rows_read = self.drafter.rows_read - self._rows_read, self.drafter.rows_read
+        finished = FinishedStep(batch, draft, verdict, result.packed.size, result.packed.padded, read=read)
         # where steps are captured, the time of an eager one says nothing of them
         self.draft_lengths.observe(finished, seconds if decoding and self.captured is None else None)
         return self._commit(finished)
@@ -250,6 +254,8 @@ class Engine:
     def _record(self, step: FinishedStep, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()
         meter.steps += 1
+        meter.captured_steps += step.captured
+        meter.drafter_rows += step.read
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += step.rows
         meter.tokens_padded += step.padding

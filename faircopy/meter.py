@@ -11,10 +11,12 @@ class Meter:
 
     steps: int = 0
     grouped_steps: int = 0  # of these, how many ran sequences chosen for having one length
+    captured_steps: int = 0  # of these, how many were captured
     sequence_steps: int = 0  # verify passes, summed over sequences
     tokens_fed: int = 0  # rows the target computed
     tokens_padded: int = 0  # of these, rows that stood for nothing
     rows_moved: int = 0  # tokens' keys and values copied to other slots, in the caches of target and draft
+    drafter_rows: int = 0  # rows of text that the host let the drafter read
     pages_held: int = 0  # now
     pages_peak: int = 0
     tokens_reused: int = 0  # prompt tokens found in the cache instead of computed

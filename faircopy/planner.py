@@ -12,11 +12,13 @@ Explicit: how sure the drafter is of a token, corrected by how often tokens of t
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from faircopy.costs import CostTable, StepCosts
+from faircopy.costs import CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths
+from faircopy.measured_acceptance import History
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
@@ -27,11 +29,16 @@ BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
-START = 4  # plain steps that it may have cost besides, while little is known
+START = 4  # plain steps that it may have cost besides, in trials
+SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
-FIRST = 2  # draft tokens of the first trial
+FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
+REFERENCE = 3  # plain steps that are measured in a batch before drafting
+TRIED = 8  # sequences that get drafts in it
+PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
+PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 
 @dataclass(slots=True)
@@ -100,6 +107,10 @@ class TreeGains:
     def __init__(self) -> None:
         self._known: dict[int, Rate] = {}
 
+    @property
+    def found(self) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((nodes, rate.value) for nodes, rate in self._known.items()))
+
     def observe(self, nodes: int, accepted: int) -> None:
         self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
 
@@ -108,6 +119,25 @@ class TreeGains:
             return PRIOR * nodes
         nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
         return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
+
+
+@dataclass(slots=True)
+class Trial:
+    """A few sequences get drafts, so that it is known what drafts bring; the others cost the drafter nothing."""
+
+    seqs: frozenset[Sequence]
+    choices: int = 0
+    steps: int = 0  # that had drafts
+
+    @property
+    def over(self) -> bool:
+        return self.steps >= TRIAL or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
+
+
+def tried_sequences(seqs: list[Sequence], k: int) -> frozenset[Sequence]:
+    """Those of whose text the drafter has to read least, newcomers first, and which go on for a few steps."""
+    lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
+    return frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED])
 
 
 def _paid_length(step: FinishedStep) -> int:
@@ -134,6 +164,11 @@ class AutoLength(DraftLengths):
         self._held = HOLD
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
+        self._trial: Trial | None = None
+        self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
+        self._behind = False  # drafting has cost too much and must wait
+        self._drafts = 0  # that were verified
+        self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
 
@@ -154,32 +189,62 @@ class AutoLength(DraftLengths):
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
         return Confidence(self._row, self._worth, tuple(rates))
 
+    @property
+    def history(self) -> History | None:
+        tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
+        return History(self._drafts, tuple(tried), self._trees.found) if self._drafts else None
+
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
-        return [self._length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
+        return [self._own_length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
         draft = step.draft
-        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
-            if step.batch.max_nodes[i] and decision.tokens:
-                self.acceptance.found.add(bool(draft.tokens[i]))
-            if draft.tokens[i]:
-                self._learn(seq, draft, i, len(decision.nodes))
-        if seconds is None:
-            return
+        if any(step.batch.max_nodes):
+            # in a step that reads a prompt, drafters may just read, too
+            self._learn_drafts(step, asked=step.captured or seconds is not None)
+        if self._trial is not None and any(draft.tokens):
+            self._trial.steps += 1
         batch, k = len(step.batch), _paid_length(step)
-        self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
-        if k:
+        if seconds is not None:
+            self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
+            self._book(step, k, seconds)
+        elif step.captured and self.costs.in_seconds:
+            self._book(step, k, self.costs.of(batch, k))
+        elif not step.captured:
+            self._book_reading(step)
+
+    def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
+        """What a step saved or cost against plain decoding."""
+        batch = len(step.batch)
+        if k and batch:
             gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
             self._saved += gained * self.costs.of(batch, 0) / batch - seconds
         self._elapsed += seconds
 
+    def _book_reading(self, step: FinishedStep) -> None:
+        """A step that plain decoding makes too, to read prompts: what the drafter read meanwhile is its cost."""
+        if self.costs.in_seconds:
+            table, level = self.costs.table, self.costs.level
+            self._saved -= table.reading(step.read) * level
+            self._elapsed += (table.target(step.rows) + table.reading(step.read)) * level
+
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)
 
+    def _learn_drafts(self, step: FinishedStep, asked: bool) -> None:
+        """asked: a sequence without a draft is one for which none was found."""
+        draft = step.draft
+        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
+            if asked and step.batch.max_nodes[i] and decision.tokens:
+                self.acceptance.found.add(bool(draft.tokens[i]))
+            if draft.tokens[i]:
+                self._learn(seq, draft, i, len(decision.nodes))
+
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
+        self._drafts += 1
         if draft.is_chain(i):
             sure = draft.confidence[i] if draft.confidence is not None else ()
             self._confident |= draft.confidence is not None
@@ -187,6 +252,10 @@ class AutoLength(DraftLengths):
         else:
             self._grows_trees = True
             self._trees.observe(len(draft.tokens[i]), accepted)
+
+    def _own_length(self, seq: Sequence, k: int, batch: int) -> int:
+        tried = self._trial is None or seq in self._trial.seqs
+        return self._length(seq, k, batch) if tried else 0
 
     def _length(self, seq: Sequence, k: int, batch: int) -> int:
         """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
@@ -213,19 +282,81 @@ class AutoLength(DraftLengths):
         batch = len(seqs)
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
-        if self._saved < -ALLOWANCE * self._elapsed - START * self.costs.of(batch, 0):
+        if self._trial is not None and not self._trial_is_over():
+            return self.k
+        if self._lost(batch):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
+            return 0
+        if self._needs_reference(batch):
+            self.k, self._held, self.reason = 0, HOLD, f"measuring plain decoding at batch {batch}"
             return 0
         if self._held < HOLD:
             return self.k
         best, rate, now = self._best(seqs)
+        self._held = 0
         if best != self.k and rate > BETTER * now:
-            self.k, self._held = best, 0
-        if self.k == 0 and self._since_probe > PROBE:
-            self.k, self._held, self._since_probe = min(FIRST, self._max_k), HOLD - TRIAL, 0
-            self._row = self._worth = 0.0
-            self.reason = "drafting is off; trying again whether it pays"
+            if not self._drafts and batch > TRIED:
+                self._try(seqs, "trying whether drafts pay")
+            elif self.k or self._invest(seqs, rate / now - 1.0):
+                self.k = best
+        if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
+            self._try(seqs, "drafting is off; trying again whether it pays")
         return self.k
+
+    def _needs_reference(self, batch: int) -> bool:
+        """Whether a few plain steps should run first: what drafts gain is known against those, and tables may be off.
+
+        Where all steps read prompts, none can be measured, and that is given up.
+        """
+        size = bucket(batch)
+        if self.costs.tried(batch, 0) >= REFERENCE:
+            return False
+        self._asked[size] = self._asked.get(size, 0) + 1
+        return self._asked[size] <= 4 * REFERENCE
+
+    def _invest(self, seqs: list[Sequence], gain: float) -> bool:
+        """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""
+        cost = self._reading(seqs)
+        pays = cost < PAYBACK * gain * self.costs.of(len(seqs), 0)
+        self._owed = cost if pays else 0.0
+        return pays
+
+    def _reading(self, seqs: Collection[Sequence]) -> float:
+        """Seconds in which a drafter that was off reads these texts."""
+        return self.costs.table.reading(sum(len(seq.tokens) for seq in seqs)) * self.costs.level
+
+    def _lost(self, batch: int) -> bool:
+        """Whether drafting has cost too much although it promised to pay, and that is not made up for yet."""
+        self._owed *= 1.0 - 1.0 / PAYBACK
+        allowed = self._allowed(batch, START) if self._behind else self._allowed(batch, SURE) + self._owed
+        self._behind = allowed < 0 and (self._behind or self.k > 0)
+        return self._behind
+
+    def _allowed(self, batch: int, steps: int) -> float:
+        """Seconds that drafting may still cost, if it may cost this many plain steps besides its share of the time."""
+        return self._saved + ALLOWANCE * self._elapsed + steps * self.costs.of(batch, 0)
+
+    def _newcomers(self, seqs: list[Sequence]) -> bool:
+        """Whether a drafter that was off has little to read; after as long a time again that does not matter."""
+        return self._since_probe > 2 * PROBE or any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
+
+    def _try(self, seqs: list[Sequence], reason: str) -> None:
+        """Begin a trial, if what it costs may be lost."""
+        batch = len(seqs)
+        k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
+        tried = tried_sequences(seqs, k) or frozenset(seqs)
+        cost = self._reading(tried) + TRIAL * (self.costs.of(batch, k) - self.costs.of(batch, 0))
+        if cost < self._allowed(batch, START):
+            self.k, self._trial, self._since_probe = k, Trial(tried), 0
+            self._row = self._worth = 0.0
+            self.reason = reason
+
+    def _trial_is_over(self) -> bool:
+        assert self._trial is not None, "there is a trial"
+        self._trial.choices += 1
+        if self._trial.over:
+            self.k, self._trial, self._held = 0, None, HOLD
+        return self._trial is None
 
     def _still_measuring(self, batch: int) -> bool:
         """Without a table, plain steps first and then a few with drafts show what they cost."""

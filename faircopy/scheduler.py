@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -60,9 +61,10 @@ class Scheduler:
     ) -> None:
         """capture: None if all steps are eager.
 
+        policy: may be exchanged for another one between steps.
         mixed_rows: rows of a step in which texts go on and prompts are read, at most; None: only `chunk` bounds it.
         """
-        self._ledger, self._cached, self._policy = ledger, cached, policy
+        self._ledger, self._cached, self.policy = ledger, cached, policy
         self._draft_lengths, self._chunk, self._capture = draft_lengths, chunk, capture
         self._mixed_rows = mixed_rows
         self._waiting: list[Sequence] = []  # in order of arrival
@@ -79,7 +81,7 @@ class Scheduler:
     @property
     def grouped(self) -> int:
         """Steps whose sequences were chosen for having one length."""
-        return self._policy.grouped
+        return self.policy.grouped
 
     @property
     def running(self) -> list[Sequence]:
@@ -91,7 +93,7 @@ class Scheduler:
 
     def share(self, parts: int) -> int:
         """Sequences of each of so many steps that run side by side."""
-        chosen = self._policy.choose(self.running, self._waiting, self._cached)
+        chosen = self.policy.choose(self.running, self._waiting, self._cached)
         return -(-len(chosen) // parts)
 
     def add(self, seq: Sequence) -> None:
@@ -120,20 +122,20 @@ class Scheduler:
         collected first.
         """
         new = [] if self._full else self._waiting
-        chosen = self._policy.choose(self.running, new, self._cached)
+        chosen = self.policy.choose(self.running, new, self._cached)
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
         lengths = self._draft_lengths.choose(going_on)
         k = self._nodes_of_graph(max(lengths, default=0))
-        if plan.k == 0 and k:  # a drafter that was off has tokens to read first
-            return NOTHING
+        if any(length and seq in plan.batch.idle for seq, length in zip(going_on, lengths, strict=True)):
+            return NOTHING  # a drafter that was off has tokens to read first
         most = plan.k + 1 + k + 1
         fits = set(chosen) <= set(plan.seqs) and all(
             self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on
         )
         if not fits or not going_on:
             return NOTHING
-        max_nodes = [min(length, k) for length in lengths]
-        return StepPlan(Batch(going_on, [len(seq.tokens) for seq in going_on], max_nodes), True, k)
+        upto, max_nodes = [len(seq.tokens) for seq in going_on], [min(length, k) for length in lengths]
+        return StepPlan(Batch(going_on, upto, max_nodes, idle=_idle(going_on, lengths)), True, k)
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -159,7 +161,7 @@ class Scheduler:
         return departed
 
     def _schedule(self, waiting: list[Sequence], under_way: Set[Sequence], most: int | None) -> StepPlan:
-        chosen = self._policy.choose(self.running, waiting, self._cached)
+        chosen = self.policy.choose(self.running, waiting, self._cached)
         candidates = [seq for seq in chosen if seq not in under_way][:most]
         lengths = self._draft_lengths.choose(candidates)
         batch = self._fill(candidates, lengths, under_way)
@@ -181,11 +183,11 @@ class Scheduler:
         if not capture.follows(batch):
             return StepPlan(batch)
         max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
-        return StepPlan(Batch(batch.seqs, batch.upto, max_nodes, batch.confidence), before_capture=True)
+        return StepPlan(replace(batch, max_nodes=max_nodes), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
-        batch = Batch([], [], [], self._draft_lengths.confidence)
+        batch = Batch([], [], [], self._draft_lengths.confidence, _idle(candidates, lengths))
         before, chunk = self.preemptions, self._prompt_chunk(candidates, lengths)
         for seq, length in zip(candidates, lengths, strict=True):
             if seq in self._running:
@@ -309,6 +311,11 @@ class Scheduler:
         self._full = False
         self._ledger.close(seq)
         self._departed.append(seq)
+
+
+def _idle(seqs: list[Sequence], lengths: list[int]) -> frozenset[Sequence]:
+    """The sequences for which no drafts are wanted."""
+    return frozenset(seq for seq, length in zip(seqs, lengths, strict=True) if not length)
 
 
 def _prompt_tokens(seq: Sequence, cached: int, upto: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -254,6 +254,7 @@ class Batch:
     upto: list[int]
     max_nodes: list[int]
     confidence: Confidence | None = None  # what of max_nodes is wanted; None: all
+    idle: Set[Sequence] = frozenset()  # no drafts are wanted for these: a drafter does nothing for them, not even read
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -371,6 +372,8 @@ class FinishedStep(NamedTuple):
     verdict: Verdict
     rows: int  # rows the target computed
     padding: int  # of these, rows that belong to no token or node
+    captured: bool = False
+    read: int = 0  # rows of text that the host let the drafter read
 
 
 class Output(NamedTuple):

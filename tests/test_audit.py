@@ -147,7 +147,7 @@ class TestModels:
         stop = Scheduler._stop_reason
 
         def forget(self: Scheduler, seq: Any, token: int) -> Any:
-            seq.stops = frozenset() if seq.steps or seq.drafted or self._policy._batch > 1 else seq.stops
+            seq.stops = frozenset() if seq.steps or seq.drafted or self.policy._batch > 1 else seq.stops
             return stop(self, seq, token)
 
         monkeypatch.setattr(Scheduler, "_stop_reason", forget)

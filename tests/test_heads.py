@@ -32,6 +32,7 @@ from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import (
     CPU,
+    Lengths,
     assert_same,
     changing,
     engine_of,
@@ -405,6 +406,32 @@ def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str]
         assert engine.meter.drafted > 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_that_are_off_read_nothing_and_timing_writes_nothing(checkpoint: Callable[..., str], method: str) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model = fused(folder)
+    head = head_for(folder, load(folder), method)
+    prompts = random_prompts(4, model.vocab, seed=6)
+    lengths = Lengths(lambda seq: 0)
+    for graphs in (True, False):
+        config = EngineConfig(cache_memory="8MiB", chunk=16, k=4, graphs=graphs)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=lengths)
+        run(engine, [Request(tuple(prompt), SamplingParams(max_tokens=24)) for prompt in prompts])
+        assert engine.meter.drafter_rows == 0
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=3), suite=TWINS)
+    assert engine.captured is not None
+    graph, step = engine.captured._graph(4, 3)
+    pools = [pool for layout in engine.layouts for pool in layout.all_pools()]  # type: ignore[attr-defined]
+    with engine.captured._kept(graph):
+        engine.captured._pretend(graph)
+        step.start()
+    assert not any(pool[: graph.scratch].any() for pool in pools)
+
+
 def states_of(model: Model, head: Head, suite: Any = None) -> dict[int, torch.Tensor]:
     """The target's states over a short text, by either decoder."""
     tables = BlockTables(PagePool(4), 32, reuse=False)
@@ -541,6 +568,29 @@ def test_captured_trees_with_every_sampling_parameter() -> None:
     assert [seq.output for seq in seqs] == [seq.output for seq in plain]
     assert [[*map(list, seq.logprobs)] for seq in seqs] == [[*map(list, seq.logprobs)] for seq in plain]
     assert len(starts) > 4 and sum(seq.accepted for seq in seqs) > 10
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_chains_are_drafted_with_the_requests_filters(graphs: bool) -> None:
+    """Drawn from the best token alone, a text is the greedy one, and as much of it is drafted right."""
+    pytest.importorskip("triton")
+    from faircopy import bundled
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    model = fused(str(bundled.target()))
+    head = load_head(bundled.named("clover"), load(str(bundled.target())))
+    head.tree = Tree  # type: ignore[assignment, method-assign]
+    prompts = [tuple(range(900, 900 + 7 * n)) for n in (1, 2, 3)]
+    penalty = {"repetition_penalty": 1.2, "max_tokens": 32, "ignore_eos": True}
+    for more in ({"max_tokens": 32, "ignore_eos": True}, penalty):
+        found = []
+        for params in (SamplingParams(**more), SamplingParams(temperature=1.0, top_k=1, **more)):  # type: ignore[arg-type]
+            config = EngineConfig(cache_memory="64MiB", k=4, graphs=graphs)
+            engine = build_engine(model, draft=head, config=config, suite=TWINS)
+            seqs = run(engine, [Request(prompt, params) for prompt in prompts])
+            found.append(([seq.output for seq in seqs], [seq.accepted for seq in seqs]))
+        assert found[0] == found[1] and sum(found[0][1]) > 20
 
 
 def test_accepted_paths_are_moved_into_line() -> None:

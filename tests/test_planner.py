@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -18,35 +17,11 @@ from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import DraftLengths
 from faircopy.model.loader import load_model
-from faircopy.planner import Acceptance, AutoLength
+from faircopy.planner import REFERENCE, Acceptance, AutoLength
 from faircopy.testing import TableModel
-from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+from faircopy.testing.simulated_steps import sequences, simulate
+from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Sequence, Verdict
 from tests.helpers import assert_same, random_prompts, references, requests_of, run
-
-
-def sequences(count: int) -> list[Sequence]:
-    return [Sequence(n, Request((1,)), [1]) for n in range(count)]
-
-
-def simulate(chooser: AutoLength, rate: float, cost, steps: int = 400, batch: int = 4, seed: int = 0):  # type: ignore[no-untyped-def]
-    """Tokens and seconds of an engine whose drafts are right with this chance and whose steps take cost(batch, k)."""
-    source, seqs, tokens, seconds = random.Random(seed), sequences(batch), 0, 0.0
-    chosen = []
-    for _ in range(steps):
-        lengths = chooser.choose(seqs)
-        accepted = []
-        for length in lengths:
-            good = 0
-            while good < length and source.random() < rate:
-                good += 1
-            accepted.append(good)
-        taken = cost(batch, max(lengths))
-        verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
-        draft = Draft.chains([[0] * length for length in lengths])
-        chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
-        tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
-        chosen.append(max(lengths))
-    return tokens, seconds, chosen
 
 
 def plain_rate(cost, batch: int = 4) -> float:  # type: ignore[no-untyped-def]
@@ -128,10 +103,31 @@ def test_a_captured_step_that_finds_nothing_is_paid_for() -> None:
     assert chooser.choose(seqs) == [0] * 8
 
 
+def test_steps_that_only_read_are_no_lookups_without_a_result() -> None:
+    """Before captured steps a draft model reads prompts and drafts nothing: that says nothing of its drafts."""
+    chooser, seqs = (
+        AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))), Curve(((1, 0.1), (99, 0.2))))),
+        sequences(8),
+    )
+    reading = FinishedStep(
+        Batch(seqs, [1] * 8, [1] * 8), Draft.empty(8), Verdict([Decision([], [0])] * 8), 300, 0, read=99
+    )
+    for _ in range(50):
+        chooser.observe(reading, None)
+    assert chooser.acceptance.found.value == 1.0
+    assert chooser._saved == pytest.approx(50 * -0.2), "but what it read is booked"
+    guessed = AutoLength(8)
+    guessed.observe(reading, None)
+    assert guessed._elapsed == 0.0, "a guessed table's numbers are no seconds"
+
+
 def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     """Lookups that find little and are right then pay, although every step of so few tokens would not."""
     chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (2, 1.3), (16, 1.4)))))
     (seq,) = seqs = sequences(1)
+    for _ in range(REFERENCE):
+        assert chooser.choose(seqs) == [0], "plain steps first"
+        chooser.costs.observe(1, 0, 1, 1.0)
     for n in range(60):
         chooser.acceptance.found.add(n % 4 == 0)
         if n % 4 == 0:
@@ -140,7 +136,7 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     assert k > 0, "one step in four takes 1.4 times as long and gives three tokens"
     steps = {(1, k): 1.9 if k else 1.0 for k in chooser.lengths}
     captured = AutoLength(8, table=replace(chooser.costs.table, steps=steps))
-    captured.acceptance = chooser.acceptance
+    captured.acceptance, captured.costs._cells = chooser.acceptance, chooser.costs._cells
     assert captured.choose(seqs) == [0], "a captured step takes its time, whatever is found"
     for _ in range(100):
         chooser.acceptance.observe(seq, 3, 0)
@@ -246,3 +242,15 @@ def test_a_trial_drafts_all_it_asks_for() -> None:
         if chooser.reason.startswith("trying") and chooser.confidence is not None:
             asked.add(chooser.confidence[:2])
     assert asked == {(0.0, 0.0)}
+
+
+def test_a_table_that_is_off_is_found_out() -> None:
+    """It says that rows are nearly free; they are not, and without plain steps those would be thought as slow."""
+
+    def cost(batch: int, k: int) -> float:
+        return 1.0 + 0.6 * k
+
+    for rate in (0.5, 0.7):
+        chooser = AutoLength(8, "off", CostTable(Curve(((1, 1.0), (72, 1.1)))))
+        tokens, seconds, _ = simulate(chooser, rate, cost, steps=1500, batch=8)
+        assert tokens / seconds > 0.98 * plain_rate(cost, 8)

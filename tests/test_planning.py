@@ -17,15 +17,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import batch_law
 from benchmarks.specmemo import PublishedMedusa, buffer_bytes, default_tree, paths_of
-from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled
+from faircopy import (
+    LLM,
+    ConfigError,
+    RequestError,
+    SamplingParams,
+    bundled,
+    measured_acceptance,
+    measured_costs,
+)
 from faircopy.bench.shapes import random_model, shape_config
 from faircopy.build import build_engine
+from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
+from faircopy.costs import CostTable, Curve
 from faircopy.drafters.folder import head_skeleton, load_head, save_head
 from faircopy.drafters.trees import best_shape, node_values
 from faircopy.kernels.cpu.product import PackedWeight, fits, packed_bytes
+from faircopy.measured_acceptance import History, keep_history, known_history
+from faircopy.measured_costs import keep_costs
 from faircopy.model.base import FINAL, ModelShape
+from faircopy.model.loader import load_model
 from faircopy.model.pass_bytes import activation_bytes
 from faircopy.model.shape import shape_of_checkpoint, shape_of_config, shape_of_model
 from faircopy.model.transformers_backend import TransformersModel
@@ -44,6 +58,7 @@ from faircopy.planning.memory import (
 )
 from faircopy.planning.plan import estimate, make_plan, roofline, smallest
 from faircopy.planning.roofline import BatchLaw, Roofline, best_k, fit
+from faircopy.terminal.plan import Wish, plan_for
 from faircopy.testing import TableModel
 from faircopy.types import Batch, Draft, Request, Sequence
 from tests.helpers import CPU, load
@@ -438,3 +453,60 @@ def test_plan_prints_tables_and_json(
 def test_plan_knows_heads_by_their_folders() -> None:
     shape = shape_of_draft(bundled.named("clover"), torch.float32, CPU)
     assert shape.kind == "head" and shape.sizes[-1] == 2_313_216 and shape.levels == 4
+
+
+def test_rungs_are_compared_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same limit: accepted tokens of earlier runs and timed passes decide, and the sentence says so."""
+    monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
+    monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    target, draft = str(bundled.target()), str(bundled.draft())
+    config = EngineConfig(memory="600MiB", dtype="float32", device="cpu", max_batch=4, k=8, planned_tokens=64)
+    draft_, fitted, plan = fit_into_memory(target, draft, config)
+    assert draft_ == draft and fitted.k == 8 and "measured later" in plan.reason
+    models = [load_model(path, torch.float32, CPU) for path in (target, draft)]
+    keep_costs(models[0], models[1], CostTable(Curve(((1, 1.0), (100, 3.0))), Curve(((1, 0.2), (100, 0.4)))))
+    keep_history(target, draft, History(500, (0.8, 0.7, 0.3)))
+    known, _, plan = fit_into_memory(target, draft, config)
+    assert known == draft and "times plain decoding expected" in plan.reason
+    assert "by measured passes and 500 drafts that were measured" in plan.reason
+    keep_history(target, draft, History(900, (0.05, 0.05)))
+    none, fitted, plan = fit_into_memory(target, draft, config)
+    assert none is None and "would not pay" in plan.reason
+    wish = Wish(target=target, drafts=[draft], k=4, batch=1, turns=1, turn_tokens=64, memory="600MiB", dtype="float32")
+    keep_history(target, draft, History(700, (0.9, 0.9, 0.9, 0.9)))
+    assert "700 drafts that were measured" in plan_for(wish).reason
+    assert "an assumed acceptance" in plan_for(replace(wish, drafts=["ngram"])).reason
+
+
+def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
+    monkeypatch.setattr(measured_acceptance, "ENOUGH", 10)
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    llm = LLM(bundled.target(), bundled.draft(), device="cpu", dtype="float32", max_batch=1)
+    llm.generate(bundled.prompts()[:2], SamplingParams(max_tokens=96, ignore_eos=True))
+    monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
+    found = known_history(str(bundled.target()), str(bundled.draft()))
+    assert found is not None and found.drafts >= 10 and found.rates[0] > 0.5
+    assert found.accepted(2) == pytest.approx(found.rates[0] * (1 + found.rates[1]))
+    (tmp_path / "acceptance.json").write_text('{"' + "x" * 40 + '": 5}')
+    monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
+    assert known_history(str(bundled.target()), str(bundled.draft())) is None
+
+
+def test_the_controller_stands_beside_the_law(tmp_path: Path) -> None:
+    """What k="auto" chooses with the times of a table is within 5 % of the best length, and drawn."""
+    file = Path(batch_law.__file__).parent / "results" / "costs-h200.json"
+    table = CostTable.of_json(json.loads(file.read_text())["rows"][0])
+    for batch in (1, 8, 64):
+
+        def rate(k: int, batch: int = batch) -> float:
+            return sum(0.7**place for place in range(k + 1)) / table.step(batch, k)
+
+        assert rate(batch_law.controller_k(table, batch, 0.7)) > 0.95 * max(map(rate, range(17)))
+    asked = ["--shape", "qwen3-0.6b", "--layers", "1", "--device", "cuda", "--gpu", "h200", "--costs", str(file)]
+    batch_law.main(
+        [*asked, "--batches", "1", "64", "--plot", str(tmp_path / "law.png"), "--out", str(tmp_path / "law")]
+    )
+    assert (tmp_path / "law.png").stat().st_size > 1000
+    assert [batch for batch, _ in json.loads((tmp_path / "law").read_text())["settings"]["auto"]] == [1, 64]

@@ -596,7 +596,7 @@ class EverySecond(DraftLengths):
 
 
 def test_a_sequence_without_drafts_does_not_keep_the_others_eager(pair, plain) -> None:  # type: ignore[no-untyped-def]
-    """A draft model reads it too, or captured steps with drafts would wait for it until it ends."""
+    """A draft model need not read it; what is drafted for it in captured steps with drafts is ignored."""
     engine = build(pair, "model", k=3, max_batch=5, draft_lengths=EverySecond())
     starts = count_starts(engine)
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
@@ -619,3 +619,25 @@ def test_measured_lengths_in_captured_steps(pair, plain, drafter: str) -> None: 
     known = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
     assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
     assert engine.captured.captured_sizes == known
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
+def test_steps_are_timed_with_texts_and_change_none(pair, plain, drafter) -> None:  # type: ignore[no-untyped-def]
+    """The texts whose pages are read while a step is timed keep their keys, and steps in flight their state."""
+    engine = build(pair, drafter, k=3 if drafter else 0)
+    seqs = ask(engine, GREEDY)
+    for _ in range(6):
+        engine.step()
+    captured, scratch = engine.captured, engine.target.layout.scratch
+    pools = [pool for layout in engine.layouts for pool in layout.all_pools()]
+    before = [pool[:scratch].clone() for pool in pools]
+    captured.warm(engine.draft_lengths.lengths)
+    for size, k in captured.captured_sizes:
+        graph, step = captured._graph(size, k)
+        with captured._kept(graph):
+            captured._pretend(graph)
+            step.start()
+            lengths = graph.batch_slots.lengths.tolist()
+            assert min(lengths) > 300 and max(lengths) < 512
+    assert all(torch.equal(pool[:scratch], old) for pool, old in zip(pools, before, strict=True))
+    assert finish(engine, seqs) == plain[repr(GREEDY)]

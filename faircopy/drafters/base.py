@@ -26,6 +26,8 @@ class Drafter(ABC):
 
     wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
     passes: Passes | None = None  # a draft model's passes, if they are graphs
+    rows_read = 0  # of text, from the host, since it was made; what a network that drafts cost besides drafting
+    layers = 0  # of a head: reading costs about what as many of the target's layers do
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     @abstractmethod

@@ -58,6 +58,6 @@ class CapturedModel(CapturedDrafter):
         return self._is_idle(seq) or self._layout.cached(seq) >= len(seq.tokens) - 2
 
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
-        """The last node of a chain has no keys: it was drafted and never read."""
-        if k and not self._is_idle(seq):
+        """The last node of a chain has no keys: it was drafted and never read. What was not ready stays so."""
+        if k and not self._is_idle(seq) and self._layout.cached(seq) >= length - 2:
             self._layout.set_cached(seq, length + min(accepted, k - 1))

@@ -16,6 +16,7 @@ from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, Pat
 from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.types import Sequence
@@ -49,7 +50,7 @@ class CapturedHead(CapturedDrafter):
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """The head has read what there was when the step began; states of later rows stay on the device."""
         self._known.pop(seq, None)
-        if k and seq.request.k != 0:
+        if k and seq.request.k != 0 and length - self._layout.cached(seq) <= self._head.levels + 1:
             self._layout.set_cached(seq, length)
 
     def plan_fill(self, graph: GraphState) -> Work:
@@ -108,6 +109,9 @@ class StoredStates(HiddenStateReader):
             rows = rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
+
+    def pretend(self, length: int) -> None:
+        self.read.fill_(length - 1)
 
     def buffers(self) -> list[Tensor]:
         return [self.read, self.rows]
@@ -188,10 +192,21 @@ class _ChainGrowth(_TreeGrowth):
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
         super().__init__(head, layout, rows_of, graph)
+        self._sampling = graph.row_sampling(graph.size)
         self._deeper = [graph.node_rows(layout, node) for node in range(graph.k)] if head.deep else []
 
+    def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The token that the request's parameters and noise choose, as the target does and a draft model."""
+        graph, inputs, out = self._graph, self._graph.inputs, self._graph.inputs.ids[:, level + 1]
+        temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
+        graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
+        graph.suite.pick(
+            logits.contiguous(), temperatures, keys, vocab=self._head.vocab, out=out, sampling=self._sampling
+        )
+        ids = out.long()[:, None, None]
+        return ids.clamp(min=0), torch.where(ids == BROKEN, -torch.inf, 0.0)
+
     def _rows(self, level: int, front: Frontier) -> Rows:
-        self._graph.inputs.ids[:, level] = front.tokens[:, 0]
         return self._rows_of(self._deeper[level - 1])
 
     def _write(self, tokens: Tensor, parents: Tensor) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # sequences, rows of each: every height of a tile, keys in one block and in several, few tiles and many
 REHEARSED = (*((1, 1 << n) for n in range(10)), *((64, 1 << n) for n in range(6)))
-MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait
+MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait; of an idle one no more are kept
 
 
 class HeadDrafter(Drafter):
@@ -39,7 +39,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
-        self.wants = head.wants
+        self.wants, self.layers = head.wants, len(head.layers)
         self._known: dict[Sequence, SequenceStates] = {}
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class HeadDrafter(Drafter):
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
             upto = min(upto, cached + self._chunk)
-            if known is not None and upto > cached:
+            if known is not None and upto > cached and seq not in batch.idle:
                 part.add(seq, upto, 0)
         if part.seqs:
             self._read(part)
@@ -80,9 +80,12 @@ class HeadDrafter(Drafter):
         spans, row = [], 0
         for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
             fed, nodes = result.packed.fed[i], result.packed.nodes[i]
-            if seq.request.k != 0:
-                mine = [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
-                spans.append((seq, batch.upto[i] - fed, len(kept), len(kept) + len(mine)))
+            first, mine = batch.upto[i] - fed, [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
+            if seq in batch.idle:
+                mine = mine[-MAX_UNREAD:] if self._follows(seq, first) else []
+                first = batch.upto[i] - len(mine)
+            if mine and seq.request.k != 0:
+                spans.append((seq, first, len(kept), len(kept) + len(mine)))
                 kept += mine
             row += fed + len(nodes)
         if not kept:
@@ -91,6 +94,13 @@ class HeadDrafter(Drafter):
         states = torch.cat([result.states[layer].index_select(0, index) for layer in self.wants], -1)
         for seq, first, start, stop in spans:
             self._known.setdefault(seq, SequenceStates()).add(first, states[start:stop])
+            if seq in batch.idle:
+                self._known[seq].drop(first + stop - start - MAX_UNREAD)
+
+    def _follows(self, seq: Sequence, first: int) -> bool:
+        """Whether states from this position on leave no gap; captured steps leave one."""
+        known = self._known.get(seq)
+        return first == (0 if known is None else known.end)
 
     def forget(self, seq: Sequence) -> None:
         self._known.pop(seq, None)
@@ -116,7 +126,7 @@ class HeadDrafter(Drafter):
         part = Batch([], [], [])
         for i, seq in enumerate(batch.seqs):
             known = self._known.get(seq)
-            if known is None:
+            if known is None or seq in batch.idle:
                 continue
             cached = self._layout.cached(seq)
             upto = min(batch.upto[i], known.end + 1, cached + self._chunk)
@@ -130,6 +140,7 @@ class HeadDrafter(Drafter):
         states = self._states(part)
         packed = self._layout.pack(part, Draft.empty(len(part)))
         memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
+        self.rows_read += packed.size
         self._layout.advance(part)
         ends = torch.tensor(packed.fed).cumsum(0) - 1
         return memory[ends.to(memory.device)]

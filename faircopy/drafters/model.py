@@ -53,6 +53,7 @@ class ModelDrafter(Drafter):
         while part.seqs:
             chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
             result = self._runner.forward(part, chains, done=max(depth - 1, 0))
+            self.rows_read += result.packed.size if depth == 0 else 0
             live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
             self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live))
             depth += 1
@@ -78,11 +79,14 @@ class ModelDrafter(Drafter):
     def read(self, batch: Batch) -> Draft:
         """Read what is new and draft nothing: the host need not wait for a token.
 
-        A sequence that gets no draft is read too: a captured step with drafts waits until all have been.
+        A sequence that gets no draft is read too: a captured step with drafts waits until all have been. A latest token
+        alone is left to that step, which reads two.
         """
-        part = self._noted(self._readable(batch, undrafted=any(batch.max_nodes)))
+        part = self._readable(batch, undrafted=True)
+        cached = self._runner.layout.cached
+        part = self._noted(_part(part, [n for n, seq in enumerate(part.seqs) if len(seq.tokens) - cached(seq) > 1]))
         if part.seqs:
-            self._runner.forward(part, Draft.empty(len(part)))
+            self.rows_read += self._runner.forward(part, Draft.empty(len(part))).packed.size
         return Draft.empty(len(batch))
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
@@ -124,8 +128,8 @@ class ModelDrafter(Drafter):
         """
         part = Batch([], [], [])
         for seq, upto, max_nodes in zip(batch.seqs, batch.upto, batch.max_nodes, strict=True):
-            idle = seq.request.k == 0 or (max_nodes == 0 and upto == len(seq.tokens) and not undrafted)
-            if idle or seq in self._mute:
+            waits = max_nodes == 0 and upto == len(seq.tokens) and not undrafted
+            if waits or seq in batch.idle or seq in self._mute or seq.request.k == 0:
                 continue
             cached = self._runner.layout.cached(seq)
             upto = min(upto, cached + self._chunk)

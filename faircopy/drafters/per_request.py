@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from faircopy.drafters.base import Drafter, captured_drafter, certain, chains
@@ -56,6 +57,11 @@ class PerRequestDrafter(Drafter):
         self.default, self._others, self._vocab = default, dict(others), vocab
         self._prediction = PredictionDrafter()
         self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
+        self.layers = default.layers
+
+    @property
+    def rows_read(self) -> int:  # type: ignore[override]
+        return self.default.rows_read
 
     @property
     def names(self) -> list[str]:
@@ -117,7 +123,8 @@ class PerRequestDrafter(Drafter):
 def _only(batch: Batch, owners: list[Drafter], drafter: Drafter) -> Batch:
     """The same batch, with no draft nodes for the sequences of other drafters."""
     nodes = [n if owner is drafter else 0 for n, owner in zip(batch.max_nodes, owners, strict=True)]
-    return Batch(batch.seqs, batch.upto, nodes, batch.confidence)
+    others = {seq for seq, owner in zip(batch.seqs, owners, strict=True) if owner is not drafter}
+    return replace(batch, max_nodes=nodes, idle=batch.idle | others)
 
 
 def drafter_names(drafter: Drafter) -> list[str]:

@@ -30,6 +30,7 @@ class Plan:
     plain: Candidate
     lower_bound: int
     timed: bool = True  # whether speeds know how long steps take; else they count accepted tokens
+    source: str = ""  # where speeds come from, in words
 
     @property
     def chosen(self) -> Candidate:
@@ -62,8 +63,12 @@ def make_plan(
     speed: Callable[[Setup], Speed] | None = None,
     asked: Any = None,
     timed: bool = True,
+    source: str = "",
 ) -> Plan:
-    """base: what is planned for, its draft left out. asked: the budget as the user wrote it, for errors."""
+    """base: what is planned for, its draft left out. asked: the budget as the user wrote it, for errors.
+
+    speed: what rungs are compared by. source: where it comes from, for the sentence that explains the plan.
+    """
     base = with_chunk(without_drafts(base), budget)
     speed = speed or (lambda setup: estimate(setup, device))
     least = smallest(base)
@@ -76,7 +81,7 @@ def make_plan(
         )
     tried = climb(base, drafts, nodes, budget, speed)
     plain = Candidate(NONE, base, total(memory_items(base)), 0, speed(base))
-    return Plan(budget, device, tried, plain, least, timed)
+    return Plan(budget, device, tried, plain, least, timed, source)
 
 
 def smallest(base: Setup) -> int:
@@ -109,9 +114,13 @@ def roofline(setup: Setup, device: Device) -> Roofline:
     return Roofline(setup.target, device, setup.tokens)
 
 
-def estimate(setup: Setup, device: Device, acceptance: float | None = None) -> Speed:
-    """Tokens per step and per second by the roofline and the draft's measured or assumed acceptance."""
-    per_step = 1.0 + setup.draft.accepted(setup.nodes, setup.levels, acceptance)
+def estimate(setup: Setup, device: Device, acceptance: float | None = None, accepted: float | None = None) -> Speed:
+    """Tokens per step and per second by the roofline and the draft's measured or assumed acceptance.
+
+    accepted: tokens per step beyond the target's own, if they were measured.
+    """
+    more = setup.draft.accepted(setup.nodes, setup.levels, acceptance) if accepted is None else accepted
+    per_step = 1.0 + more
     seconds = roofline(setup, device).seconds(setup.batch, setup.rows) + _draft_seconds(setup, device)
     return Speed(per_step, setup.batch * per_step / seconds)
 
@@ -146,6 +155,7 @@ def _why(plan: Plan) -> str:
         return "none was asked for"
     first = plan.tried[0]
     expected = f"{gain:.2f} times plain decoding expected" if plan.timed else "whether it pays is measured later"
+    expected += f", {plan.source}" if plan.timed and plan.source else ""
     if chosen.rung == AS_ASKED:
         return f"as asked for; {expected}"
     short = first.bytes - plan.budget

@@ -11,8 +11,8 @@ host reads how many, and the second verifies just those. It is started before th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from faircopy.verify.base import numerics_error
 
 TILE = 128  # query rows times heads per key head that a captured step verifies in one tile
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch slots that graphs are made for
+TIMED_TOKENS = 512  # of the texts that steps are timed with
 FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not packed
 
 
@@ -89,9 +90,9 @@ class CapturedRunner:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
-        drafts = any(batch.max_nodes)
         ready = all(
-            self._steady(batch, i) and (not drafts or self._drafter.ready(seq)) for i, seq in enumerate(batch.seqs)
+            self._steady(batch, i) and (seq in batch.idle or self._drafter.ready(seq))
+            for i, seq in enumerate(batch.seqs)
         )
         return ready and self.follows(batch)
 
@@ -132,7 +133,7 @@ class CapturedRunner:
                 draft.parents.append(report.parents)
                 decisions.append(self._commit(seq, report, step, slot))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
-        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful)
+        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful, captured=True)
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
@@ -156,18 +157,37 @@ class CapturedRunner:
         return sorted({min(k, self.max_nodes) for k in (0, *lengths)}, reverse=True)
 
     def _time(self, graph: GraphState, step: Step) -> float:
-        """Seconds of a step of empty batch slots, the best of three."""
+        """Seconds of a step with a text in every batch slot, the best of three."""
         if not self._graphs:
             return 0.0
-        self._write_control(graph, {}, [], fresh=True)
-        taken = []
-        for _ in range(3):
-            torch.cuda.synchronize(self._model.device)
-            begin = time.perf_counter()
-            step.start()
-            torch.cuda.synchronize(self._model.device)
-            taken.append(time.perf_counter() - begin)
-        return min(taken)
+        with self._kept(graph):
+            self._pretend(graph)
+            return min(self._timed(step) for _ in range(3))
+
+    def _timed(self, step: Step) -> float:
+        torch.cuda.synchronize(self._model.device)
+        begin = time.perf_counter()
+        step.start()
+        torch.cuda.synchronize(self._model.device)
+        return time.perf_counter() - begin
+
+    def _pretend(self, graph: GraphState) -> None:
+        """Let every batch slot have a text of TIMED_TOKENS or so, whose keys are whatever the pages hold.
+
+        Those pages are read and never written: the last ones of each text are the scratch page.
+        """
+        page, scratch = graph.page, graph.scratch // graph.page
+        count = max(0, min(TIMED_TOKENS, self._model.context) // page - 3)
+        length = min((count + 1) * page + page // 2, self._model.context - 1)
+        control = torch.full(graph.batch_slots.control.shape, scratch, dtype=torch.int32)
+        columns = control_columns(True, length, self._model.context, graph.k, temperature=0.0, seed=0)
+        control[:, : Control.PAGES] = torch.tensor(columns, dtype=torch.int32)
+        pages = torch.arange(graph.size * count, dtype=torch.int32) % max(1, scratch)
+        control[:, Control.PAGES : Control.PAGES + count] = pages.view(graph.size, count)
+        graph.batch_slots.control.copy_(control)
+        graph.sampling.settings.zero_()
+        if self._drafter.reads_hidden_states is not None:
+            self._drafter.reads_hidden_states.pretend(length)
 
     def nodes_for(self, k: int) -> int:
         """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""
@@ -262,14 +282,20 @@ class CapturedRunner:
 
     def _try(self, graph: GraphState, *parts: Work) -> None:
         """Run once with empty batch slots, which write to the scratch page, and leave the state of steps in flight."""
+        with self._kept(graph):
+            graph.sampling.settings.zero_()
+            self._write_control(graph, {}, [], fresh=True)
+            for work in parts:
+                work()
+
+    @contextmanager
+    def _kept(self, graph: GraphState) -> Iterator[None]:
+        """Behind it the state of steps in flight is what it was."""
         slots, reader = graph.batch_slots, self._drafter.reads_hidden_states
         state = [slots.control, slots.lengths, slots.history, graph.sampling.settings]
         state += reader.buffers() if reader is not None else []
         saved = [tensor.clone() for tensor in state]
-        graph.sampling.settings.zero_()
-        self._write_control(graph, {}, [], fresh=True)
-        for work in parts:
-            work()
+        yield
         for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
 

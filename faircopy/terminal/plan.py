@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from faircopy.costs import CostTable
 from faircopy.measured_costs import kept_costs
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
-from faircopy.planning.drafts import ACCEPTANCE, NO_DRAFT, DraftShape, shape_of_draft
-from faircopy.planning.ladder import Candidate
+from faircopy.planning.drafts import NO_DRAFT, DraftShape, shape_of_draft
+from faircopy.planning.ladder import Candidate, Speed
+from faircopy.planning.measured import Measured
 from faircopy.planning.memory import MARGIN, Setup
 from faircopy.planning.plan import Plan, estimate, make_plan
 from faircopy.planning.roofline import best_k
@@ -59,8 +61,20 @@ def plan_for(wish: Wish) -> Plan:
         chunk=EngineConfig(device="cpu").chunk_on(place),
         margin=MARGIN,
     )
-    budget = _budget(wish, device)
-    return make_plan(base, drafts, wish.k, budget, device, lambda s: estimate(s, device, wish.acceptance), wish.memory)
+    here = place if wish.gpu is None else None
+    known = Measured.of(wish.target, drafts, shape.dtype, here, wish.batch * (wish.k + 1))
+    source = known.source(drafts[0], wish.acceptance) if drafts else ""
+    speed = _speed(known, drafts, device, wish.acceptance)
+    return make_plan(base, drafts, wish.k, _budget(wish, device), device, speed, wish.memory, source=source)
+
+
+def _speed(
+    known: Measured, drafts: list[DraftShape], device: Device, acceptance: float | None
+) -> Callable[[Setup], Speed]:
+    """Tokens per second by measured passes where all were measured, else by the roofline; accepted tokens likewise."""
+    if known.times(drafts):
+        return lambda setup: known.speed(setup, acceptance)
+    return lambda setup: estimate(setup, device, accepted=known.accepted(setup, acceptance))
 
 
 def show(plan: Plan, wish: Wish, explain: bool, console: Console) -> None:
@@ -71,7 +85,7 @@ def show(plan: Plan, wish: Wish, explain: bool, console: Console) -> None:
         console.print(_ladder(plan))
         console.print(f"Rows per sequence that cost no time: {plan.law.shared:.0f} / batch + {plan.law.own:.1f}")
         console.print(_law(plan, wish))
-        console.print(_sources(plan, wish), style="dim", highlight=False, soft_wrap=True)
+        console.print(_sources(plan), style="dim", highlight=False, soft_wrap=True)
         for about, costs in kept_costs(wish.target):
             console.print(_passes(about, costs))
             if costs.steps:
@@ -215,12 +229,9 @@ def _steps(costs: CostTable) -> Table:
     return table
 
 
-def _sources(plan: Plan, wish: Wish) -> str:
-    draft = plan.tried[0].setup.draft
-    measured = bool(draft.accuracy) and wish.acceptance is None
-    rate = ACCEPTANCE[draft.kind] if wish.acceptance is None else wish.acceptance
-    told = "the head's own measured accuracy" if measured else f"{rate:.2f} of the draft tokens, assumed"
-    return f"Device: {plan.device.source}. Acceptance: {told}. Times: roofline, no overheads."
+def _sources(plan: Plan) -> str:
+    told = f" Tokens per second: {plan.source}." if plan.source else ""
+    return f"Device: {plan.device.source}.{told} The batch law: roofline, no overheads."
 
 
 def _whole(count: int) -> str:

@@ -1,0 +1,39 @@
+"""Steps without an engine: a chooser of draft lengths, drafts that are right with some chance, and what steps cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from faircopy.planner import AutoLength
+from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(n, Request((1,)), [1]) for n in range(count)]
+
+
+def simulate(
+    chooser: AutoLength, rate: float, cost: Callable[[int, int], float], steps: int = 400, batch: int = 4, seed: int = 0
+) -> tuple[int, float, list[int]]:
+    """Tokens, seconds and lengths of an engine whose drafts are right with this chance and whose steps take
+    cost(batch, k)."""
+    source, seqs, tokens, seconds = random.Random(seed), sequences(batch), 0, 0.0
+    chosen = []
+    for _ in range(steps):
+        lengths = chooser.choose(seqs)
+        accepted = [_accepted(source, length, rate) for length in lengths]
+        taken = cost(batch, max(lengths))
+        verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
+        draft = Draft.chains([[0] * length for length in lengths])
+        chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
+        tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
+        chosen.append(max(lengths))
+    return tokens, seconds, chosen
+
+
+def _accepted(source: random.Random, length: int, rate: float) -> int:
+    good = 0
+    while good < length and source.random() < rate:
+        good += 1
+    return good
