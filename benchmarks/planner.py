@@ -9,8 +9,8 @@ A queue of prompts `--queue` times the batch waits from the beginning, and ended
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
 all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
-each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs beside it
-(benchmarks.heads_wide), and it drafts chains.
+each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs, whose
+drafts are replaced by those of the bundled one, recorded before (benchmarks.recorded), and it drafts chains.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import TINY, Session, first_launches, say, synchronize
-from benchmarks.heads_wide import WidenedHead, wide_head
+from benchmarks.heads_wide import wide_head
+from benchmarks.recorded import Recorded
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import SHAPES
@@ -165,12 +166,14 @@ class Trial:
         return made
 
     def _head(self, target: Any) -> Any:
-        """The bundled head's guesses at the cost of a wide one, as chains."""
+        """The bundled head's drafts, recorded before, at the cost of a wide one, as chains."""
         if self._wide is None:
             source = load_model(bundled.target(), target.dtype, target.device)
             small = load_head(bundled.named("clover"), source).to(target.dtype)
             shape = TINY if self._args.small else SHAPES["qwen3-8b"]
-            self._wide = WidenedHead(small, wide_head(small, shape, target)).bind(target.token_weights())
+            texts = [[*prompt, *text] for prompt, text in self.plain.items()]
+            Recorded(source, small.serve(), texts, begin=min(map(len, self.plain))).install()
+            self._wide = wide_head(small, shape, target).bind(target.token_weights())
             self._wide.tree = Tree
         return self._wide
 

@@ -24,7 +24,6 @@ from faircopy.model.base import Model
 from faircopy.model.runner import Runner
 from faircopy.types import Batch, Draft, Request, Sequence
 
-BEGIN = 12  # tokens that tell a text from the others
 PLACES = 1 << 22
 
 
@@ -53,17 +52,18 @@ def _states(model: Model, head: Head, tokens: list[int]) -> dict[int, Tensor]:
 class Recorded:
     """The chains of many texts, and where to find them."""
 
-    def __init__(self, model: Model, head: Head, texts: list[list[int]]) -> None:
+    def __init__(self, model: Model, head: Head, texts: list[list[int]], begin: int) -> None:
+        """begin: tokens that tell a text from the others."""
+        self._begin = begin
         texts = sorted(texts, key=len)  # of two that begin alike the longer one holds the other
         longest = len(texts[-1])
-        self._factors = torch.randint(1, PLACES, (BEGIN,), generator=torch.Generator().manual_seed(0))
+        self._factors = torch.randint(1, PLACES, (begin,), generator=torch.Generator().manual_seed(0))
         self.chains = torch.zeros(len(texts) + 1, longest + 1, head.levels, dtype=torch.int64)
         self.places = torch.full((PLACES,), len(texts), dtype=torch.int64)
         for n, text in enumerate(texts):
             self.chains[n, 1 : len(text) + 1] = chains_of(model, head, text).cpu()
-            place = int((torch.tensor(text[:BEGIN]) * self._factors).sum() % PLACES)
+            place = int((torch.tensor(text[:begin]) * self._factors).sum() % PLACES)
             other = int(self.places[place])
-            assert len(text) >= BEGIN, "prompts are longer than that"
             assert other == len(texts) or text[: len(texts[other])] == texts[other], "two texts have one place"
             self.places[place] = n
         self.chains, self.places, self._factors = (
@@ -71,7 +71,7 @@ class Recorded:
         )
 
     def look_up(self, begins: Tensor, lengths: Tensor, k: int) -> Tensor:
-        """Chains [B, k] of texts that begin so [B, BEGIN] and have this many tokens."""
+        """Chains [B, k] of texts that begin so [B, begin] and have this many tokens."""
         text = self.places[(begins * self._factors).sum(1) % PLACES]
         return self.chains[text, lengths.clamp(max=self.chains.shape[1] - 1)][:, :k]
 
@@ -83,7 +83,7 @@ class Recorded:
             draft = propose(drafter, batch)
             for i, seq in enumerate(batch.seqs):
                 if draft.tokens[i]:
-                    begin = torch.tensor([seq.tokens[:BEGIN]], device=self.places.device)
+                    begin = torch.tensor([seq.tokens[: self._begin]], device=self.places.device)
                     length = torch.tensor([len(seq.tokens)], device=self.places.device)
                     draft.tokens[i][:] = self.look_up(begin, length, len(draft.tokens[i]))[0].tolist()
             return draft
@@ -94,7 +94,7 @@ class Recorded:
             def work() -> None:
                 fill()
                 slots = graph.batch_slots
-                found = self.look_up(slots.history[:, :BEGIN].long(), slots.lengths.long(), graph.k)
+                found = self.look_up(slots.history[:, : self._begin].long(), slots.lengths.long(), graph.k)
                 graph.inputs.ids[:, 1:] = found.to(graph.inputs.ids.dtype)
 
             return work
