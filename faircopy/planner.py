@@ -35,6 +35,7 @@ PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
+CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 REFERENCE = 3  # plain steps that are measured in a batch before drafting
 TRIED = 8  # sequences that get drafts in it
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
@@ -161,6 +162,7 @@ class AutoLength(DraftLengths):
         self.reason = "nothing is measured yet"
         self._row = 0.0  # tokens that a verified row costs in time
         self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
+        self._alone = 0.0  # the same for a draft token that has the drafter's pass to itself
         self._held = HOLD
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
@@ -171,6 +173,7 @@ class AutoLength(DraftLengths):
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
+        self._batch = 1  # sequences of the last choice
 
     def use(self, table: CostTable) -> None:
         """Costs were measured; what was learned with others is dropped."""
@@ -183,11 +186,16 @@ class AutoLength(DraftLengths):
     @property
     def confidence(self) -> Confidence | None:
         """Up to which confidence tokens are wanted; None: all that were asked for."""
-        if self._quality not in ("explicit", "both") or not self.k:
+        if not self._asks_confidence or not self.k:
             return None
         plain = self._quality == "explicit"
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
         return Confidence(self._row, self._worth, tuple(rates))
+
+    @property
+    def _asks_confidence(self) -> bool:
+        """In a large batch a draft that stops saves rows and seldom a pass of the drafter: less than asking costs."""
+        return self._quality == "explicit" or (self._quality == "both" and self._batch <= CONFIDENT)
 
     @property
     def history(self) -> History | None:
@@ -260,12 +268,14 @@ class AutoLength(DraftLengths):
     def _length(self, seq: Sequence, k: int, batch: int) -> int:
         """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
 
-        The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k.
+        The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k, and
+        none where a pass of the drafter costs more than the one token that it can bring.
         """
         if not k or not self._worth or self._grows_trees or self._quality == "off":
             return k
         reach = self._reach(seq, k)
-        return min(reach, k + max(0, reach - k) // batch)
+        beyond = max(0, reach - k) // batch if self._alone < 1.0 else 0
+        return min(reach, k + beyond)
 
     def _reach(self, seq: Sequence, k: int) -> int:
         """How long this sequence's draft may be, were it alone."""
@@ -274,12 +284,12 @@ class AutoLength(DraftLengths):
         survival = self.acceptance.survival(seq, self._max_k)
         paid = sum(alive >= self._row for alive in survival[:k])  # of passes that the drafter makes anyway
         likely = paid + sum(alive >= self._worth for alive in survival[k:])
-        return min(self._max_k, 2 * likely + 1) if self._confident else likely
+        return min(self._max_k, 2 * likely + 1) if self._confident and self._asks_confidence else likely
 
     def _decide(self, seqs: list[Sequence]) -> int:
         self._held += 1
         self._since_probe += 1
-        batch = len(seqs)
+        batch = self._batch = len(seqs)
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
         if self._trial is not None and not self._trial_is_over():
@@ -403,14 +413,26 @@ class AutoLength(DraftLengths):
         """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""
         table = self.costs.table
         if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
-            self._row = self._worth = 0.0
+            self._row = self._worth = self._alone = 0.0
             return
         rows = batch * (k + 1)  # over twice as many, for single measurements may be off; no more than k cost on average
         more = (self.costs.of(batch, k, 2 * rows) - self.costs.of(batch, k)) / rows
         more = min(more, (self.costs.of(batch, k) - self.costs.of(batch, 0)) / (batch * k))
-        drafting = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k) if table.draft.points else 0.0
+        drafting = self._drafting(batch, k, more)
         self._row = max(0.01, min(0.8, rate * more))
         self._worth = max(0.02, min(0.9, rate * (more + drafting / batch)))
+        self._alone = rate * (more + drafting)
+
+    def _drafting(self, batch: int, k: int, row: float) -> float:
+        """Seconds of one pass of the drafter: by the table, or what measured steps take beyond plain ones and rows, if
+        that is more: the table does not know the host's work around a pass."""
+        table = self.costs.table
+        if not table.draft.points:
+            return 0.0
+        expected = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k)
+        if min(self.costs.tried(batch, k), self.costs.tried(batch, 0)) < REFERENCE:
+            return expected
+        return max(expected, (self.costs.of(batch, k) - self.costs.of(batch, 0)) / k - row * batch)
 
     def _why(self, batch: int, best: int, rates: dict[int, float]) -> str:
         if best:

@@ -233,7 +233,7 @@ def test_a_draft_ends_where_a_token_was_taken_back() -> None:
 
 def test_a_trial_drafts_all_it_asks_for() -> None:
     """Whatever tokens cost before: what they bring is to be found out."""
-    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False))
+    chooser = AutoLength(8, "explicit", CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False))
     simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, batch=2)
     assert chooser.k and chooser.confidence is not None and chooser.confidence.least > 0
     asked = set()
@@ -242,6 +242,14 @@ def test_a_trial_drafts_all_it_asks_for() -> None:
         if chooser.reason.startswith("trying") and chooser.confidence is not None:
             asked.add(chooser.confidence[:2])
     assert asked == {(0.0, 0.0)}
+
+
+def test_large_batches_are_not_asked_for_confidence() -> None:
+    table = CostTable(Curve(((1, 1.0), (64, 4.0))), Curve(((1, 0.2), (64, 0.2))))
+    for batch in (1, 2, 4, 8):
+        chooser = AutoLength(8, "both", table)
+        simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, batch=batch)
+        assert chooser.k and (chooser.confidence is not None) == (batch <= 2)
 
 
 def test_a_table_that_is_off_is_found_out() -> None:
