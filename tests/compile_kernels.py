@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from faircopy.kernels.gpu import flash, piped, seam, stream
+from faircopy.kernels.gpu import flash, pending_norm, pipelined, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -52,23 +52,23 @@ FLASH = {
 STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
-PIPED = {
+PIPELINED = {
     "BN": 256, "BK": 64, "STAGES": 4, "GROUPS": 2, "APART": False, "GATE": "none", "BIASED": False, "ROWS": 64,
     "ABREAST": 8, "PDL": True, "bias": None,
 }  # fmt: skip
-PIPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128), "stash": "*fp32"}
-SEAM = {
+PIPELINE_TYPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128), "stash": "*fp32"}
+PENDING_NORM = {
     "R": 1, "N": 4096, "BLOCK": 4096, "PARTS": 4, "AFTER": False, "WATCH": True, "BN": 64, "BK": 64, "TILE": 8,
     "STAGES": 12, "GATE": "silu", "BIASED": False, "PDL": True, "after": None, "bias": None,
 }  # fmt: skip
-NORM = {name: SEAM[name] for name in ("N", "PARTS", "AFTER", "WATCH", "BLOCK", "PDL", "after")}
-SEAMS = dict.fromkeys(("x", "weight", "kept", "out", "y"), "*bf16") | {
+NORM = {name: PENDING_NORM[name] for name in ("N", "PARTS", "AFTER", "WATCH", "BLOCK", "PDL", "after")}
+PENDING_NORMS = dict.fromkeys(("x", "weight", "kept", "out", "y"), "*bf16") | {
     "parts": "*fp32", "healthy": "*i1", "multiplier": "fp32", "eps": "fp32", "w": described(64, 64),
 }  # fmt: skip
 HOPPER_ALONE = (
-    (seam._normed_stream, SEAM, SEAMS, {}),
-    (seam._add_norm, NORM, SEAMS, {}),
-    (piped._piped, PIPED, PIPES, {}),
+    (pending_norm._normed_stream, PENDING_NORM, PENDING_NORMS, {}),
+    (pending_norm._add_norm, NORM, PENDING_NORMS, {}),
+    (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
     (flash._flash, FLASH, POINTERS | PAGES | dict.fromkeys(TABLES, "*i32"), {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip

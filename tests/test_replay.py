@@ -641,3 +641,13 @@ def test_steps_are_timed_with_texts_and_change_none(pair, plain, drafter) -> Non
             assert min(lengths) > 300 and max(lengths) < 512
     assert all(torch.equal(pool[:scratch], old) for pool, old in zip(pools, before, strict=True))
     assert finish(engine, seqs) == plain[repr(GREEDY)]
+
+
+def test_chunks_without_wanted_rows_change_nothing(pair: tuple[Fused, Fused]) -> None:
+    """Behind the last layer's attention only wanted rows go on; of a chunk amid a prompt there are none."""
+    prompt, params = tuple(n % 90 + 3 for n in range(230)), SamplingParams(max_tokens=8, ignore_eos=True)
+    outputs = []
+    for chunk in (16, 100, 230):
+        engine = build(pair, None, chunk=chunk)
+        outputs.append(finish(engine, [engine.add(Request(prompt, params)), engine.add(Request(prompt[:70], params))]))
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -44,14 +44,14 @@ _WIDE = [
     Tile(128, 128, 64, 8, 3, wide=True, high=3),
     Tile(128, 256, 64, 8, 3, wide=True),
 ]
-_PIPED = [Tile(128, 256, 64, 4, 4, wide=True, piped=True), Tile(128, 128, 64, 4, 6, wide=True, piped=True)]
+_PIPELINED = [Tile(128, 256, 64, 4, 4, wide=True, pipelined=True), Tile(128, 128, 64, 4, 6, wide=True, pipelined=True)]
 
 
 def candidates(rows: int, groups: int) -> list[Tile]:
     """Tiles worth trying for this many rows; narrow ones for devices that do not stream few rows."""
     if rows <= STREAMED:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
-    known = _WIDE + (_PIPED if hopper(torch.device("cuda")) else [])
+    known = _WIDE + (_PIPELINED if hopper(torch.device("cuda")) else [])
     fitting = [tile for tile in known if _waste(tile, rows) < 1.5]
     return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART]
 

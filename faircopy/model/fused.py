@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear, SharedLinear
-from faircopy.kernels.gpu.seam import Seam, few
+from faircopy.kernels.gpu.pending_norm import PendingNorm, few
 from faircopy.kernels.gpu.suite import KERNELS, Suite
 from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
@@ -40,7 +40,7 @@ class PartsProduct(Protocol):
     """A product whose parts the reader may add."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
-    def parts(self, x: Tensor | Seam) -> Tensor: ...
+    def parts(self, x: Tensor | PendingNorm) -> Tensor: ...
 
 
 def fused_weights(source: Source) -> Weights[PartsProduct]:
@@ -63,16 +63,16 @@ def fused_weights(source: Source) -> Weights[PartsProduct]:
     return Weights(source, products)
 
 
-def between(suite: Suite, x: Tensor, parts: Tensor, *more: Any) -> Tensor | Seam:
+def between(suite: Suite, x: Tensor, parts: Tensor, *more: Any) -> Tensor | PendingNorm:
     """See Suite.add_norm: done now, or, for few rows, left to the next product."""
     if suite is KERNELS and few(x):
-        return Seam(x, parts, *more, *(None,) * (5 - len(more)))
+        return PendingNorm(x, parts, *more, *(None,) * (5 - len(more)))
     return suite.add_norm(x, parts, *more)
 
 
-def stream_of(rows: Tensor | Seam, x: Tensor) -> Tensor:
+def stream_of(rows: Tensor | PendingNorm, x: Tensor) -> Tensor:
     """The residual stream, once a product has read these rows."""
-    return rows.x if isinstance(rows, Seam) else x
+    return rows.x if isinstance(rows, PendingNorm) else x
 
 
 class Fused:
@@ -110,7 +110,7 @@ class Fused:
         s, w, layers = self.spec, self.weights, self.weights.layers
         wanted = self._wanted(packed, taps)
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
-        y: Tensor | Seam
+        y: Tensor | PendingNorm
         x, y = suite.embed_norm(*self._embedded(packed.ids), layers[0].before_attention, self._multiplier, s.eps)
         for i, layer in enumerate(layers):
             if taps is not None:
@@ -150,7 +150,7 @@ class Fused:
             return ids, self.weights.embedding
         return torch.arange(ids.shape[0], device=ids.device), self.weights.embed(ids)
 
-    def _heads(self, i: int, y: Tensor | Seam, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
+    def _heads(self, i: int, y: Tensor | PendingNorm, packed: Packed, cache: FusedCache, suite: Suite) -> Tensor:
         """Attention's output [T, H, D] for the normalised rows y."""
         s, layer = self.spec, self.weights.layers[i]
         parts = layer.qkv.parts(y)

@@ -136,7 +136,7 @@ class Pipeline(SharedModel):
             return partial(self._result, self._begun)
 
     def _result(self, number: int) -> PassResult:
-        """Of the pass of this number; those before it that nobody has waited for, after an interrupt, are dropped."""
+        """Of the pass of this number; those before it that were not read, after an interrupt, are dropped."""
         with self._to_its_end():
             while self._ended < number:
                 found: PassResult = self.group.fetch(self.group.size - 1, STATES)

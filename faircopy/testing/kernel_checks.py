@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pick, seam, step, tables
+from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pending_norm, pick, step, tables
 from faircopy.kernels.gpu.launch import INTERPRETED, hopper
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -48,8 +48,8 @@ def checks() -> Iterator[Check]:
     yield "attention: Hopper's kernel and the other", _both_kernels
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
-    yield "linear: piped and not", _pipes
-    yield "norms: on the way to a product and not", _seams
+    yield "linear: pipelined and not", _pipelines
+    yield "norms: on the way to a product and not", _pending_norms
     yield "pick: the same tokens", _pick
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
@@ -326,12 +326,12 @@ def _companies(device: torch.device) -> float:
     return float(wrong)
 
 
-def _seams(device: torch.device) -> float:
+def _pending_norms(device: torch.device) -> float:
     """Rows that a product normalises for itself, where the device can, and the same rows among others before it."""
     wrong = 0
     for rows, n, count, behind, gate in product((1, 2, 5, 8), (1024, 3584, 4096, 5120), (1, 2, 4), (0, 1), (0, 1)):
         x = _random(device, 40, n, dtype=HALF)
-        if not seam.few(x[:rows]):
+        if not pending_norm.few(x[:rows]):
             continue
         weight, after = (
             _random(device, n, dtype=HALF, seed=5),
@@ -345,7 +345,7 @@ def _seams(device: torch.device) -> float:
         x[:first, 3] = torch.inf
         stream, mine = x.clone(), parts[:, :rows].contiguous()
         y = norm.add_norm(stream, parts, weight, 1e-6, after, 0.5, healthy[0])
-        few = seam.Seam(x[:rows].clone(), mine, weight, 1e-6, after, 0.5, healthy[1, :rows])
+        few = pending_norm.PendingNorm(x[:rows].clone(), mine, weight, 1e-6, after, 0.5, healthy[1, :rows])
         wanted = layer.gated(y[:rows].contiguous(), "silu") if gate else layer.parts(y[:rows].contiguous())
         found = layer.gated(few, "silu") if gate else layer.parts(few)
         same = torch.equal(healthy[0, :rows], healthy[1, :rows]) and torch.equal(few.x[first:], stream[first:rows])
@@ -353,12 +353,12 @@ def _seams(device: torch.device) -> float:
     return float(wrong)
 
 
-def _pipes(device: torch.device) -> float:
+def _pipelines(device: torch.device) -> float:
     """Products whose copies run ahead of them, where the device has them, and the others: the same bits."""
     if not hopper(device):
         return 0.0
     wrong, plain = 0, Tile(128, 128, 64, 8, 3, wide=True)
-    kinds = [Tile(128, 256, 64, 4, 4, wide=True, piped=True), Tile(128, 128, 64, 4, 6, wide=True, piped=True)]
+    kinds = [Tile(128, 256, 64, 4, 4, wide=True, pipelined=True), Tile(128, 128, 64, 4, 6, wide=True, pipelined=True)]
     for tile, groups, outputs in product(kinds, (1, 2, 4), (200, 1536)):
         w, x = _random(device, outputs, 2048, dtype=HALF), _random(device, 1000, 2048, dtype=HALF)
         layer = linear.Linear(w, _random(device, outputs, dtype=HALF) if groups == 2 else None, groups=groups)

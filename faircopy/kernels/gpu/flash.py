@@ -431,7 +431,7 @@ def _flash(
     head, tile, offset, at, end = _share(
         rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
-    if MULTIPLIERS == 1:
+    if MULTIPLIERS == 1:  # arguments are written out: constants in a tuple with a name become numbers at run time
         gl.warp_specialize(
             [
                 (_multiply, (

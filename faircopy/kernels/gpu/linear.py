@@ -19,10 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faircopy.kernels.activation import ACTIVATIONS
-from faircopy.kernels.gpu import piped, stream, tables
+from faircopy.kernels.gpu import pipelined, stream, tables
 from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import INTERPRETED, aligned, begin, launched, options, processors
-from faircopy.kernels.gpu.seam import BK, BN, Seam
+from faircopy.kernels.gpu.pending_norm import BK, BN, PendingNorm
 from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.groups import add_tree, group_count
 from faircopy.kernels.ranks import Ranks
@@ -283,10 +283,10 @@ class Linear:
         parts = self.parts(aligned(x))
         return parts[0] if parts.shape[0] == 1 else add_parts(parts, x.dtype)
 
-    def parts(self, x: Tensor | Seam) -> Tensor:
+    def parts(self, x: Tensor | PendingNorm) -> Tensor:
         """x [M, K] -> [P, M, N]: either finished, or float32 groups that the reader adds by the tree."""
-        if isinstance(x, Seam):
-            return self._after(x, "none")
+        if isinstance(x, PendingNorm):
+            return self._normalised(x, "none")
         if not self.exact:
             return F.linear(x, self.weight, self.bias)[None]
         return self.run(x, self.plan.tile(x.shape[0], self.tensor_cores(x), self.groups))
@@ -302,21 +302,21 @@ class Linear:
         parts = self.run(x, tile, kind=torch.float32)
         return parts[0] if parts.shape[0] == 1 else add_parts(parts, torch.float32)
 
-    def gated(self, x: Tensor | Seam, kind: str) -> Tensor:
+    def gated(self, x: Tensor | PendingNorm, kind: str) -> Tensor:
         """x [M, K] -> activation(gates) * values, [M, N / 2], for weights that take turns."""
-        if isinstance(x, Seam):
-            return self._after(x, kind)[0]
+        if isinstance(x, PendingNorm):
+            return self._normalised(x, kind)[0]
         if not self.exact:
             return gated_twin(F.linear(x, self.weight, self.bias), kind)
         return self.run(x, self.plan.gated(x.shape[0], self.tensor_cores(x)), kind)[0]
 
-    def _after(self, seam: Seam, gate: str) -> Tensor:
-        """The product of rows that are not normalised yet: on the way, or, of groups of K, afterwards."""
+    def _normalised(self, pending: PendingNorm, gate: str) -> Tensor:
+        """The product of rows that are not normalised yet: its kernel does that, or, of groups of K, one before it."""
         if not self.exact or self.groups > 1:
-            return self.parts(seam.rows()) if gate == "none" else self.gated(seam.rows(), gate)[None]
-        width = self.outputs if gate == "none" else self.outputs // 2
-        out = torch.empty(1, seam.x.shape[0], width, dtype=seam.x.dtype, device=seam.x.device)
-        seam.into(self._descriptor(BN, BK, stream.descriptor), self.bias, out[0], gate)
+            return self.parts(pending.rows()) if gate == "none" else self.gated(pending.rows(), gate)[None]
+        x, width = pending.x, self.outputs if gate == "none" else self.outputs // 2
+        out = torch.empty(1, x.shape[0], width, dtype=x.dtype, device=x.device)
+        pending.into(self._descriptor(BN, BK, stream.descriptor), self.bias, out[0], gate)
         return out
 
     def tensor_cores(self, x: Tensor) -> bool:
@@ -326,7 +326,7 @@ class Linear:
     def run(self, x: Tensor, t: Tile, gate: str = "none", kind: torch.dtype | None = None) -> Tensor:
         """[P, M, N or N / 2] by this tile. kind: of a finished product, if not the type of x."""
         outputs = self.outputs if gate == "none" else self.outputs // 2
-        if t.piped and ((kind or x.dtype) != x.dtype or outputs % 8 or self.inner // self.groups % t.bk):
+        if t.pipelined and ((kind or x.dtype) != x.dtype or outputs % 8 or self.inner // self.groups % t.bk):
             t = tables.default_tile(x.shape[0], wide=True)
         if t.apart and self.groups == 1:
             t = replace(t, apart=False)
@@ -337,9 +337,9 @@ class Linear:
         if t.streamed:
             stream.stream(self._descriptor(t.bn, t.bk, stream.descriptor), self.bias, x, out, t, gate, more)
             return out
-        if t.piped:
+        if t.pipelined:
             weight = self._descriptor(t.bn // 2, t.bk, stream.descriptor)
-            piped.piped(weight, self.bias, x, out, t, self.groups, gate, more)
+            pipelined.pipelined(weight, self.bias, x, out, t, self.groups, gate, more)
             return out
         common = {
             "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,
@@ -387,9 +387,9 @@ class SharedLinear:
         """weight [N, K / ranks], groups: this rank's. bias: used by rank 0 alone."""
         self._own, self._ranks = Linear(weight, bias if ranks.rank == 0 else None, exact, groups), ranks
 
-    def parts(self, x: Tensor | Seam) -> Tensor:
+    def parts(self, x: Tensor | PendingNorm) -> Tensor:
         """x [M, K / ranks] -> float32 [ranks, M, N], for the reader to add by the tree."""
-        return self._ranks.gather(self._own.partial(x.rows() if isinstance(x, Seam) else x))
+        return self._ranks.gather(self._own.partial(x.rows() if isinstance(x, PendingNorm) else x))
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = self.parts(x)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu import seam
+from faircopy.kernels.gpu import pending_norm
 from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.linear import add_parts_twin, added
 
@@ -95,8 +95,8 @@ def add_norm(
 
     healthy [T], if given, is set to whether the row is finite.
     """
-    if seam.known(x):
-        return seam.add_norm(x, parts, weight, eps, after, multiplier, healthy)
+    if pending_norm.known(x):
+        return pending_norm.add_norm(x, parts, weight, eps, after, multiplier, healthy)
     y = torch.empty_like(x)
     rows, n = x.shape
     _add_norm[(rows,)](

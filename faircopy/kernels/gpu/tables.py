@@ -35,7 +35,7 @@ class Tile:
     resident: int = 1  # blocks per processor of that grid
     high: int = 1  # tiles of rows that share a tile of weights, up to three
     apart: bool = False  # groups of K are tiles of their own too
-    piped: bool = False  # a warp of its own copies (kernels/gpu/piped.py)
+    pipelined: bool = False  # a warp of its own copies (kernels/gpu/pipelined.py)
     streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
 
     @property

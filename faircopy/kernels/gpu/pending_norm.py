@@ -192,7 +192,7 @@ def _normed_stream(
 
 
 @dataclass(slots=True)
-class Seam:
+class PendingNorm:
     """Rows that are still to be added to the residual stream and normalised, by whoever reads them."""
 
     x: Tensor  # [T, N] the residual stream; once the rows were read, with the parts added

@@ -195,7 +195,7 @@ def _multiply(
 
 @launched
 @gluon.jit(do_not_specialize=["M"])
-def _piped(
+def _pipelined(
     w, x, bias, out, stash, M, N, steps,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, APART: gl.constexpr,
     GATE: gl.constexpr, BIASED: gl.constexpr, ROWS: gl.constexpr, ABREAST: gl.constexpr, PDL: gl.constexpr,
@@ -234,7 +234,7 @@ def _piped(
     )  # fmt: skip
 
 
-def piped(
+def pipelined(
     weights: TensorDescriptor, bias: Tensor | None, x: Tensor, out: Tensor, tile: Tile, groups: int, gate: str,
     more: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -245,7 +245,7 @@ def piped(
     waits = groups > 1 and not tile.apart
     stash = torch.empty(grid * 4 * ROWS * tile.bn if waits else 1, dtype=torch.float32, device=x.device)
     width = tile.bn // 2 if gate == "none" else tile.bn // 4
-    _piped[(grid,)](
+    _pipelined[(grid,)](
         weights, descriptor(x, ROWS, tile.bk), bias, out if tile.apart else descriptor(out[0], ROWS, width), stash,
         rows, outputs, inner // (groups * tile.bk), BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GROUPS=groups,
         APART=tile.apart, GATE=gate, BIASED=bias is not None, ROWS=ROWS, ABREAST=ABREAST, num_warps=4, **more,
