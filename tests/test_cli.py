@@ -442,6 +442,7 @@ def test_an_interruption_anywhere_is_one_line(call, monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr("faircopy.build.load_model", interrupted)
+    monkeypatch.setattr("faircopy.build._IN_USE", {})  # another test may hold the bundled models
     for command in (("chat",), ("generate", "a"), ("audit",), ("demo",)):
         code, _, err = call(*command)
         assert (code, err.strip().splitlines()[-1]) == (1, "interrupted")

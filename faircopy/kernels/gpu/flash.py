@@ -199,7 +199,7 @@ def _copy(
         tile += 1
         offset = 0
         if tile == tiles:
-            tile = 0
+            tile -= tiles
             head += 1
 
 
@@ -397,7 +397,7 @@ def _multiply(
         tile += 1
         offset = 0
         if tile == tiles:
-            tile = 0
+            tile -= tiles
             head += 1
     if PDL:
         gdc_wait()  # a block without work must not end before the kernel ahead

@@ -1,0 +1,293 @@
+"""Hopper's own kernels on the CPU, in tests/gluon_interpreter.py, against their torch twins: with another number of
+processors, in another order of events, and before the kernel ahead of them has written its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from faircopy.kernels.gpu import attention, flash, linear, norm, pages, pending_norm, pipelined, stream
+from faircopy.kernels.gpu.tables import Tile
+from faircopy.testing import kernel_checks
+from faircopy.testing.kernel_checks import distance
+from tests.gluon_interpreter import Interpreted, KernelError
+
+CPU, HALF = torch.device("cpu"), torch.float16
+NAN = float("nan")
+LAUNCHERS = (flash._flash, pipelined._pipelined, pending_norm._add_norm, pending_norm._normed_stream, stream._stream)
+Set = Callable[..., None]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Set:
+    """A function that sets the seed of all kernels, the number of processors, and tensors the kernel ahead writes."""
+    kernels = [launcher.kernel for launcher in LAUNCHERS]
+    for module in (flash, pages, pending_norm):
+        monkeypatch.setattr(module, "TRY_NEW", True)
+        monkeypatch.setattr(module, "hopper", lambda device: True)
+
+    def set_(seed: int, processors: int, late: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        stale = {now.data_ptr(): before for now, before in late}
+        for launcher, kernel in zip(LAUNCHERS, kernels, strict=True):
+            monkeypatch.setattr(launcher, "kernel", Interpreted(kernel, seed, stale))
+        for module in (flash, pipelined, pending_norm, stream):
+            monkeypatch.setattr(module, "processors", lambda device: processors)
+
+    return set_
+
+
+def unwritten(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.full_like(x, NAN)
+
+
+def random(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+# Products
+
+
+def layer_of(outputs: int, inner: int, groups: int, biased: bool, gate: str) -> linear.Linear:
+    weight = random(outputs, inner)
+    if gate != "none":
+        return linear.Linear.gating(weight)
+    return linear.Linear(weight, random(outputs) if biased else None, groups=groups)
+
+
+def wanted(layer: linear.Linear, x: Tensor, gate: str) -> Tensor:
+    parts = linear.parts_twin(x, layer.weight, layer.bias, layer.groups)
+    return parts if gate == "none" else linear.gated_twin(parts[0].to(x.dtype), gate)[None]
+
+
+@pytest.mark.parametrize(
+    ("groups", "biased", "rows", "gate"), [(1, True, 5, "none"), (4, False, 13, "none"), (1, False, 9, "silu")]
+)
+def test_streamed_products(hopper: Set, groups: int, biased: bool, rows: int, gate: str) -> None:
+    layer, x = layer_of(200, 512, groups, biased, gate), random(rows, 512)
+    results = []
+    for seed, processors in enumerate((1, 5)):
+        hopper(seed, processors, [unwritten(x)])
+        results.append(layer.run(x, Tile(16, 64, 64, 4, 4, streamed=True), gate))
+    assert torch.equal(*results)
+    assert distance(results[0], wanted(layer, x, gate)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("groups", "biased", "rows", "gate", "apart"),
+    [
+        (1, True, 70, "none", False),
+        (2, False, 130, "none", False),
+        (4, True, 300, "none", False),
+        (4, True, 150, "none", True),
+        (1, False, 300, "silu", False),
+    ],
+)
+@pytest.mark.parametrize("tile", [Tile(128, 256, 64, 4, 4), Tile(128, 128, 64, 4, 3)], ids=["256", "128"])
+def test_pipelined_products(
+    hopper: Set, tile: Tile, groups: int, biased: bool, rows: int, gate: str, apart: bool
+) -> None:
+    layer, x = layer_of(272, 512, groups, biased, gate), random(rows, 512)
+    results = []
+    for seed, processors in enumerate((1, 3)):
+        hopper(seed, processors, [unwritten(x)])
+        results.append(layer.run(x, replace(tile, wide=True, pipelined=True, apart=apart), gate))
+    assert torch.equal(*results)
+    twin = wanted(layer, x, gate)
+    assert distance(results[0], twin if apart else twin.sum(0, keepdim=True)) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize(
+    ("n", "count", "after", "gate"),
+    [(1024, 1, False, "none"), (1344, 2, True, "silu"), (1344, 4, False, "silu"), (1024, 4, True, "none")],
+)
+def test_pending_norms(hopper: Set, rows: int, n: int, count: int, after: bool, gate: str) -> None:
+    x, weight = random(rows, n), random(n)
+    between = random(n, seed=1) if after else None
+    parts = random(count, rows, n, dtype=torch.float32 if count > 1 else HALF)
+    x[0, 3] = torch.inf if rows > 1 else x[0, 3]
+    layer = layer_of(200, n, 1, True, gate)
+    healthy = torch.zeros(3, rows, dtype=torch.bool)
+    hopper(rows, 4, [unwritten(parts)])
+    streams = [x.clone() for _ in range(3)]
+    own = pending_norm.add_norm(streams[0], parts, weight, 1e-6, between, 0.5, healthy[0])
+    twin = norm.add_norm_twin(streams[1], parts, weight, 1e-6, between, 0.5, healthy[1])
+    pending = pending_norm.PendingNorm(streams[2], parts, weight, 1e-6, between, 0.5, healthy[2])
+    found = layer.parts(pending) if gate == "none" else layer.gated(pending, gate)[None]
+    fine = healthy[1]
+    assert torch.equal(healthy[0], fine) and torch.equal(healthy[2], fine) and int(fine.sum()) == max(1, rows - 1)
+    assert torch.equal(streams[0][fine], streams[1][fine]) and torch.equal(pending.x[fine], streams[1][fine])
+    assert distance(own[fine], twin[fine]) < 1e-3
+    assert distance(found[:, fine], wanted(layer, own, gate)[:, fine]) < 1e-3
+
+
+# Attention
+
+MIXED = ((1, 6, 70, 20), (3, 650, 1100, 300))  # queries and lengths of the sequences
+EVEN = [((1,) * 3, (40, 520, 1500)), ((6,) * 3, (40, 520, 1100)), ((16,) * 2, (1100, 130))]
+
+
+def unwritten_keys(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """The pools and the queries before this pass has stored its own."""
+    tables, page = scene["plan"].tables, scene["plan"].page
+    fresh = [
+        int(tables[seq, at // page]) * page + at % page
+        for seq, (count, length) in enumerate(zip(counts, lengths, strict=True))
+        for at in range(length - count, length)
+    ]
+    pools = [(scene[name], scene[name].clone()) for name in ("keys", "values")]
+    for _, before in pools:
+        before[fresh] = NAN
+    return [*pools, unwritten(scene["q"])]
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "options"),
+    [
+        (128, 4, {}),
+        (64, 3, {"window": 300}),
+        (64, 1, {"softcap": 20.0}),
+        (128, 7, {"sinks": 1, "window": 100}),
+    ],
+    ids=["plain", "window", "cap", "sinks"],
+)
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "even"])
+def test_attention(hopper: Set, chunks: bool, dim: int, group: int, options: dict[str, Any]) -> None:
+    for seed, (counts, lengths) in enumerate([MIXED] if chunks else EVEN):
+        scene = kernel_checks._paged_scene(CPU, HALF, dim, group, counts, lengths)
+        assert (scene["plan"].even > 0) is not chunks
+        given = {**options, "sinks": random(2 * group)} if "sinks" in options else options
+        results, arrived = [], attention.counters(CPU)
+        for processors in (1, 5):
+            hopper(seed, processors, unwritten_keys(scene, counts, lengths))
+            results.append(attention.attend_pages(**scene, arrived=arrived, scale=0.3, **given))
+        assert torch.equal(*results), "which processor takes a key block changes no bit"
+        assert not arrived.any(), "counters are zero between passes"
+        assert distance(results[0], attention.attend_pages_twin(**scene, scale=0.3, **given)) < 1e-3
+
+
+def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two blocks share a tile then: the same bits."""
+    scene, results = kernel_checks._paged_scene(CPU, HALF, 128, 4, *MIXED), []
+    hopper(0, 3)
+    for limit in (attention.PARTS_LIMIT, 1000):
+        monkeypatch.setattr(attention, "PARTS_LIMIT", limit)
+        results.append(attention.attend_pages(**scene, arrived=attention.counters(CPU), scale=0.3))
+    assert torch.equal(*results)
+
+
+# The interpreter itself: each mistake is seen
+
+
+@gluon.jit
+def _bring(x, full, empty, tiles, count, FREE: gl.constexpr, EXPECT: gl.constexpr, PDL: gl.constexpr):
+    if PDL:
+        gdc_wait()
+    for i in range(count):
+        if FREE:
+            mbarrier.wait(empty.index(i % 2), (i // 2 + 1) & 1)
+        mbarrier.expect(full.index(i % 2), EXPECT)
+        tma.async_copy_global_to_shared(x, [0, i * 64], full.index(i % 2), tiles.index(i % 2))
+
+
+@gluon.jit
+def _add_up(out, full, empty, tiles, ones, count, FULL: gl.constexpr, WAIT: gl.constexpr, FENCE: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    ones.store(gl.full([64, 16], 1.0, ones.dtype, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])))
+    if FENCE:
+        fence_async_shared()
+    acc = gl.zeros([64, 16], gl.float32, layout)
+    for i in range(count):
+        if FULL:
+            mbarrier.wait(full.index(i % 2), (i // 2) & 1)
+        acc = warpgroup_mma(tiles.index(i % 2), ones, acc, is_async=True)
+        if WAIT:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(i % 2), count=1)
+    at = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    gl.store(out + at, gl.max(acc, 1))
+
+
+@gluon.jit
+def _sums(
+    x, out, count, FREE: gl.constexpr, FULL: gl.constexpr, WAIT: gl.constexpr, FENCE: gl.constexpr,
+    EXPECT: gl.constexpr, FOLLOW: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [64]: the sums of the rows of x [64, 64 count]."""
+    tiles = gl.allocate_shared_memory(x.dtype, [2, 64, 64], x.layout)
+    ones = gl.allocate_shared_memory(x.dtype, [64, 16], gl.NVMMASharedLayout.get_default_for([64, 16], x.dtype))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(2):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=1)
+    gl.warp_specialize(
+        [
+            (_add_up, (out, full, empty, tiles, ones, count, FULL, WAIT, FENCE)),
+            (_bring, (x, full, empty, tiles, count, FREE, EXPECT, FOLLOW)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def check_sums(x: Tensor, late: bool = False, **mistake: Any) -> None:
+    """In each of twenty orders of events."""
+    right = {"FREE": True, "FULL": True, "WAIT": True, "FENCE": True, "EXPECT": 64 * 64 * 2, "FOLLOW": True}
+    for seed in range(20):
+        out = torch.zeros(64)
+        stale = {x.data_ptr(): torch.full_like(x, NAN)} if late else {}
+        kernel = Interpreted(_sums, seed, stale)
+        kernel[(1,)](stream.descriptor(x, 64, 64), out, x.shape[1] // 64, **right | mistake)
+        if not torch.allclose(out, x.float().sum(1), atol=1e-2):
+            raise KernelError("wrong sums")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ({"FOLLOW": False, "late": True}, "wrong sums"),  # inputs are read before the kernel ahead has written them
+        ({"FULL": False}, "wrong sums|wait for each other|more have arrived"),  # a tile before it has come
+        ({"FREE": False}, "wrong sums|wait for each other|more have arrived"),  # a tile is overwritten
+        ({"WAIT": False}, "before the wait"),
+        ({"FENCE": False}, "without a fence"),
+        ({"EXPECT": 64 * 64 * 4}, "wait for each other"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_the_interpreter_sees_mistakes(mistake: dict[str, Any], said: str) -> None:
+    x = random(64, 64 * 7)
+    check_sums(x, late=True)
+    with pytest.raises(KernelError, match=said):
+        check_sums(x, **mistake)
+
+
+def test_the_interpreter_sees_addresses_outside() -> None:
+    @gluon.jit
+    def fill(out, n, PDL: gl.constexpr):
+        at = gl.program_id(0) * 8 + gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
+        gl.store(out + at, at, mask=at < n)
+
+    out = torch.zeros(13, dtype=torch.int32)
+    Interpreted(fill)[(2,)](out, 13)
+    assert out.tolist() == list(range(13))
+    with pytest.raises(KernelError, match="outside a tensor"):
+        Interpreted(fill)[(2,)](out, 14)
