@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SHARED_BYTES = 232_448  # of a block on Hopper
+EARLY = 0.3  # the share of copies that read, and of products that are computed, as soon as they are asked for
 
 
 class KernelError(AssertionError):
@@ -327,6 +328,7 @@ class Partition:
     ready: Callable[[], bool] = lambda: True
     ended: bool = False
     follows: bool = False  # sees what the kernel before has written
+    speed: int = 1  # how often it is chosen
     products: deque[Product] = field(default_factory=deque)
     stores: int = 0  # copies to global memory on their way
 
@@ -357,7 +359,9 @@ class Launch:
             if not ready and not self._flights:
                 self._stop(KernelError(f"all wait for each other: {[(p.program, p.name) for p in self._partitions]}"))
                 break
-            self._go(self.chance.choice([*ready, *self._flights]))
+            choices = [*ready, *self._flights]
+            speeds = [partition.speed for partition in ready] + [1] * len(self._flights)
+            self._go(self.chance.choices(choices, speeds)[0])
             if self._error is not None:
                 self._stop(self._error)
         if self._error is not None:
@@ -383,7 +387,7 @@ class Launch:
         self._partitions.clear()
 
     def spawn(self, program: int, name: str, work: Callable[[], None], follows: bool) -> Partition:
-        partition = Partition(program, name, follows=follows)
+        partition = Partition(program, name, follows=follows, speed=self.chance.choice((1, 3, 20)))
 
         def body() -> None:
             partition.resume.acquire()
@@ -553,7 +557,7 @@ def _copy_in(source: Descriptor, place: Sequence[Any], barrier: Barrier, tile: S
     own, inside = source.box(place)
     tile.write(torch.tensor(float("nan"), dtype=tile.dtype))
     seen = _current.seen(source.tensor)
-    early = seen[own].clone() if _current.chance.random() < 0.5 else None
+    early = seen[own].clone() if _current.chance.random() < EARLY else None
 
     def arrive() -> None:
         numbers = torch.zeros(source.block, dtype=source.dtype)
@@ -608,7 +612,7 @@ def _multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: boo
 
     result, partition = Product(work), _current.now
     partition.products.append(result)
-    if _current.chance.random() < 0.5:
+    if _current.chance.random() < EARLY:
         result.finish()
     return result if is_async else _await_products(0, (result,))
 

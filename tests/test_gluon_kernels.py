@@ -124,9 +124,9 @@ def test_pending_norms(hopper: Set, rows: int, n: int, count: int, after: bool, 
     between = random(n, seed=1) if after else None
     parts = random(count, rows, n, dtype=torch.float32 if count > 1 else HALF)
     x[0, 3] = torch.inf if rows > 1 else x[0, 3]
-    layer = layer_of(200, n, 1, True, gate)
+    layer = layer_of(520, n, 1, True, gate)
     healthy = torch.zeros(3, rows, dtype=torch.bool)
-    hopper(rows, 4, [unwritten(parts)])
+    hopper(rows, 3, [unwritten(parts)])
     streams = [x.clone() for _ in range(3)]
     own = pending_norm.add_norm(streams[0], parts, weight, 1e-6, between, 0.5, healthy[0])
     twin = norm.add_norm_twin(streams[1], parts, weight, 1e-6, between, 0.5, healthy[1])
