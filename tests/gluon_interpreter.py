@@ -205,6 +205,7 @@ class Shared:
     layout: Any
     start: int = 0
     order: tuple[int, ...] | None = None
+    lines: slice | None = None  # of the tile
 
     @property
     def dtype(self) -> torch.dtype:
@@ -219,6 +220,10 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.storage, self.shape, self.layout, self.start, order)
 
+    def slice(self, start: int, length: int) -> Shared:
+        """Some lines of a tile."""
+        return Shared(self.storage, self.shape, self.layout, self.start, lines=slice(start, start + length))
+
     def _reinterpret(self, kind: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         if kind != self.dtype or torch.Size(shape).numel() != torch.Size(self.shape).numel():
             raise KernelError("other numbers in the same shared memory")
@@ -227,7 +232,8 @@ class Shared:
     def _places(self) -> Tensor:
         tile = self.shape[-self.layout.rank :]
         copies = torch.arange(torch.Size(self.shape[: -self.layout.rank]).numel()) * torch.Size(tile).numel()
-        return self.start + (copies.view(-1, *[1] * len(tile)) + _offsets(tile, self.layout)).view(self.shape)
+        places = self.start + (copies.view(-1, *[1] * len(tile)) + _offsets(tile, self.layout)).view(self.shape)
+        return places if self.lines is None else places[self.lines]
 
     def read(self) -> Tensor:
         tile = self.storage.numbers[self._places()]
@@ -237,9 +243,10 @@ class Shared:
         self.storage.numbers[self._places()] = tile
 
     def store(self, value: Value) -> None:
-        if value.shape != self.shape:
-            raise KernelError(f"a block {value.shape} stored to a tile {self.shape}")
-        self.write(value.data.to(self.dtype))
+        places = self._places()
+        if value.shape != tuple(places.shape):
+            raise KernelError(f"a block {value.shape} stored to a tile {tuple(places.shape)}")
+        self.storage.numbers[places] = value.data.to(self.dtype)
         self.storage.unfenced = True
 
     def fenced(self) -> Shared:
@@ -331,6 +338,7 @@ class Partition:
     speed: int = 1  # how often it is chosen
     products: deque[Product] = field(default_factory=deque)
     stores: int = 0  # copies to global memory on their way
+    unfenced: set[int] = field(default_factory=set)  # addresses of tensors that it has written itself
 
 
 class Stopped(BaseException):
@@ -418,6 +426,12 @@ class Launch:
     def later(self, flight: Callable[[], None]) -> None:
         self._flights.append(flight)
 
+    def check_fenced(self, tensor: Tensor) -> None:
+        """Nobody in this block has written the tensor without a fence that lets the copy engine see it."""
+        mine = (partition for partition in self._partitions if partition.program == self.now.program)
+        if any(tensor.data_ptr() in partition.unfenced for partition in mine):
+            raise KernelError("global memory is copied without a fence after threads have written it")
+
     def seen(self, tensor: Tensor) -> Tensor:
         """A tensor as this partition sees it."""
         old = None if self.now.follows else self._stale.get(tensor.data_ptr())
@@ -492,6 +506,7 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier:
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     offset, meant = pointer.inside(mask)
     numbers = _number(value).data.to(pointer.tensor.dtype)
+    _current.now.unfenced.add(pointer.tensor.data_ptr())
     pointer.numbers(pointer.tensor)[offset[meant]] = numbers.expand(offset.shape)[meant]
 
 
@@ -554,6 +569,7 @@ def _wait(barrier: Barrier, phase: Any) -> None:
 def _copy_in(source: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared, pred: Any = True) -> None:
     """Global to shared memory; outside the tensor there are zeros."""
     source.check(tile)
+    _current.check_fenced(source.tensor)
     own, inside = source.box(place)
     tile.write(torch.tensor(float("nan"), dtype=tile.dtype))
     seen = _current.seen(source.tensor)
@@ -593,6 +609,13 @@ def _store_wait(left: int) -> None:
 def _fence() -> None:
     for storage in _current.storages[_current.now.program]:
         storage.unfenced = False
+
+
+def _assembly(code: str, constraints: str, args: Sequence[Value], kind: torch.dtype, pure: bool, pack: int) -> Value:
+    """The one instruction that is written so: a fence between threads' stores and the copy engine."""
+    assert code.startswith("fence.proxy.async;") and not pure
+    _current.now.unfenced.clear()
+    return args[0]
 
 
 def _operand(x: Any) -> Callable[[], Tensor]:
@@ -664,7 +687,7 @@ LANGUAGE = SimpleNamespace(
     reshape=lambda x, shape: Value(x.data.reshape(tuple(shape))),
     permute=lambda x, order: Value(x.data.permute(tuple(order))),
     load=_load, store=_store, atomic_add=_atomic_add, allocate_shared_memory=_allocate,
-    thread_barrier=_no_op, warp_specialize=_warp_specialize,
+    thread_barrier=_no_op, inline_asm_elementwise=_assembly, warp_specialize=_warp_specialize,
 )  # fmt: skip
 _REPLACED: dict[int, Any] = {
     id(gl): LANGUAGE,

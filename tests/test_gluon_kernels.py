@@ -24,15 +24,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from faircopy.kernels.gpu import attention, flash, linear, norm, pages, pending_norm, pipelined, stream
+from faircopy.kernels.gpu import (
+    attention,
+    flash,
+    heads,
+    linear,
+    norm,
+    pages,
+    pending_heads,
+    pending_norm,
+    pipelined,
+    stream,
+)
 from faircopy.kernels.gpu.tables import Tile
+from faircopy.kernels.rope import rope_table
 from faircopy.testing import kernel_checks
 from faircopy.testing.kernel_checks import distance
 from tests.gluon_interpreter import Interpreted, KernelError
 
 CPU, HALF = torch.device("cpu"), torch.float16
 NAN = float("nan")
-LAUNCHERS = (flash._flash, pipelined._pipelined, pending_norm._add_norm, pending_norm._normed_stream, stream._stream)
+LAUNCHERS = (
+    flash._flash, pipelined._pipelined, pending_heads._place, pending_norm._add_norm, pending_norm._normed_stream,
+    stream._stream,
+)  # fmt: skip
 Set = Callable[..., None]
 
 
@@ -40,7 +55,7 @@ Set = Callable[..., None]
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Set:
     """A function that sets the seed of all kernels, the number of processors, and tensors the kernel ahead writes."""
     kernels = [launcher.kernel for launcher in LAUNCHERS]
-    for module in (flash, pages, pending_norm):
+    for module in (flash, pages, pending_heads, pending_norm):
         monkeypatch.setattr(module, "TRY_NEW", True)
         monkeypatch.setattr(module, "hopper", lambda device: True)
 
@@ -147,12 +162,7 @@ EVEN = [((1,) * 3, (40, 520, 1500)), ((6,) * 3, (40, 520, 1100)), ((16,) * 2, (1
 
 def unwritten_keys(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """The pools and the queries before this pass has stored its own."""
-    tables, page = scene["plan"].tables, scene["plan"].page
-    fresh = [
-        int(tables[seq, at // page]) * page + at % page
-        for seq, (count, length) in enumerate(zip(counts, lengths, strict=True))
-        for at in range(length - count, length)
-    ]
+    fresh = own_slots(scene, counts, lengths)
     pools = [(scene[name], scene[name].clone()) for name in ("keys", "values")]
     for _, before in pools:
         before[fresh] = NAN
@@ -192,6 +202,67 @@ def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.Monke
         monkeypatch.setattr(attention, "PARTS_LIMIT", limit)
         results.append(attention.attend_pages(**scene, arrived=attention.counters(CPU), scale=0.3))
     assert torch.equal(*results)
+
+
+def projected(
+    scene: dict[str, Any], parts: int, table: Tensor, normed: bool, interleaved: bool, slots: Tensor
+) -> dict[str, Any]:
+    """What the heads of a scene's rows are made from."""
+    (rows, count, dim), kv = scene["q"].shape, scene["keys"].shape[1]
+    raw = random(parts, rows, (count + 2 * kv) * dim, dtype=torch.float32 if parts > 1 else HALF)
+    raw[0, rows // 2, -1] = torch.inf
+    norm_weight = random(count + kv, dim) if normed else None
+    return {
+        "parts": raw, "norm": norm_weight, "table": table, "positions": scene["positions"], "slots": slots,
+        "heads": count, "eps": 1e-6, "interleaved": interleaved,
+    }  # fmt: skip
+
+
+def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Where the pass stores its keys."""
+    tables, page = scene["plan"].tables, scene["plan"].page
+    return [
+        int(tables[seq, at // page]) * page + at % page
+        for seq, (count, length) in enumerate(zip(counts, lengths, strict=True))
+        for at in range(length - count, length)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"), [((1,) * 3, (40, 513, 1500)), ((6,) * 3, (6, 515, 1100)), ((5, 1, 3), (130, 1025, 700))]
+)
+@pytest.mark.parametrize(
+    ("dim", "group", "parts", "normed", "interleaved", "half"),
+    [(128, 4, 1, True, False, 64), (64, 3, 2, False, True, 16), (64, 1, 4, True, False, 0)],
+)
+def test_attention_that_makes_its_own_heads(
+    hopper: Set, counts: Sequence[int], lengths: Sequence[int], dim: int, group: int, parts: int, normed: bool,
+    interleaved: bool, half: int,
+) -> None:  # fmt: skip
+    """The pools and the output are those of the kernel that makes queries, keys and values before."""
+    scene = kernel_checks._paged_scene(CPU, HALF, dim, group, counts, lengths)
+    table = rope_table(torch.rand(half), 2000, 1.0, HALF) if half else None
+    slots = torch.tensor(own_slots(scene, counts, lengths))
+    given = projected(scene, parts, table, normed, interleaved, slots)
+    assert scene["plan"].whole and flash.turns(scene["plan"], group)
+    results, arrived = [], attention.counters(CPU)
+    for processors, apart in ((1, False), (5, False), (5, True)):
+        keys, values = (scene[name].clone() for name in ("keys", "values"))
+        hopper(processors, processors, [unwritten(given["parts"])])
+        pending = heads.place(**given, keys=keys, values=values)
+        assert isinstance(pending, pending_heads.PendingHeads)
+        q = pending.queries() if apart else pending
+        out = attention.attend_pages(q, keys, values, given["positions"], scene["plan"], arrived, 0.3)
+        results.append((out, keys, values))
+    bad = given["parts"].isinf().any(-1).any(0)
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], results[0][1:], strict=True))
+        assert torch.equal(found[0][~bad], results[0][0][~bad])
+    twins = [scene[name].clone() for name in ("keys", "values")]
+    q = heads.place_twin(**given, keys=twins[0], values=twins[1])
+    twin = attention.attend_pages_twin(q, *twins, given["positions"], scene["plan"], 0.3)
+    assert distance(results[0][1][slots], twins[0][slots]) < 2e-3 and torch.equal(results[0][2], twins[1])
+    assert distance(results[0][0][~bad], twin[~bad]) < 3e-3
 
 
 # The interpreter itself: each mistake is seen

@@ -25,6 +25,7 @@ from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.pages import PageLane
+    from faircopy.kernels.gpu.pending_heads import PendingHeads
     from faircopy.kernels.gpu.suite import Suite
 
 
@@ -163,7 +164,13 @@ class PagedLayout:
         return [part for pool in self._pools for part in pool.unbind(1)]
 
     def attend_cached(
-        self, packed: Packed, layer: int, q: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+        self,
+        packed: Packed,
+        layer: int,
+        q: Tensor | PendingHeads,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, H, D] over what is stored, by the device's kernel."""
         shape, suite = self.layers[layer], self.suite

@@ -14,6 +14,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pending_norm, pick, step, tables
 from faircopy.kernels.gpu.launch import INTERPRETED, hopper
+from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile
@@ -141,7 +142,8 @@ def _heads(device: torch.device, dtype: torch.dtype, kind: str) -> float:
     slots = torch.tensor([9, 3, 4, 1, 0, 2, 8], device=device)
     pools = [torch.zeros(10, kv, dim, dtype=dtype, device=device) for _ in range(4)]
     options = (parts, weight, table, positions, slots)
-    q = heads.place(*options, pools[0], pools[1], count, 1e-6, kind == "interleaved")
+    placed = heads.place(*options, pools[0], pools[1], count, 1e-6, kind == "interleaved")
+    q = placed.queries() if isinstance(placed, PendingHeads) else placed
     twin = heads.place_twin(*options, pools[2], pools[3], count, 1e-6, kind == "interleaved")
     return max(distance(a, b) for a, b in ((q, twin), (pools[0], pools[2]), (pools[1], pools[3])))
 

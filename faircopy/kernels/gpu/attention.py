@@ -18,6 +18,7 @@ from torch import Tensor
 from faircopy.kernels.gpu import flash
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
 from faircopy.kernels.gpu.pages import END, PATH, SPAN, PagePlan, block_length
+from faircopy.kernels.gpu.pending_heads import PendingHeads
 
 PARTS_LIMIT = 256 << 20  # bytes of spans' states held outside registers at most
 COUNTERS = 4096  # two for each tile and key head that programs share
@@ -214,7 +215,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def attend_pages(
-    q: Tensor,
+    q: Tensor | PendingHeads,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
@@ -230,21 +231,26 @@ def attend_pages(
 
     splits: programs side by side for a tile's spans; None: as pays, and where Hopper's kernel fits, that one.
     """
-    (rows, heads, d), kv = q.shape, keys.shape[1]
-    leaves = plan.tails is not None
-    lines = 2 * rows * heads if leaves else 0
-    left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
-    out = torch.empty_like(q)
+    (_, kv, d), rows = keys.shape, positions.shape[0]
+    group = (q.heads if isinstance(q, PendingHeads) else q.shape[1]) // kv
     log2e = 1.4426950408889634
     numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
-    options_ = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
-    if splits is None and plan.rows.shape[0] and flash.fits(q, plan, heads // kv):
-        flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, options_)
-    elif plan.rows.shape[0]:
+    given = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
+    flashes = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
+    if isinstance(q, PendingHeads) and not (flashes and flash.turns(plan, group)):
+        q = q.queries()
+    out = torch.empty(rows, group * kv, d, dtype=keys.dtype, device=keys.device)
+    if flashes:
+        flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, given)
+        return out
+    assert isinstance(q, Tensor), "queries are made for this kernel"
+    lines = 0 if plan.tails is None else 2 * rows * group * kv
+    left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    if plan.rows.shape[0]:
         splits = splits or _splits(q, plan, kv)
-        _run(q, keys, values, out, left, sums, positions, arrived, plan, numbers, splits, options_)
+        _run(q, keys, values, out, left, sums, positions, arrived, plan, numbers, splits, given)
     if plan.tails is not None:
-        _run(q, keys, values, out, left, sums, positions, arrived, plan.tails, numbers, 1, options_)
+        _run(q, keys, values, out, left, sums, positions, arrived, plan.tails, numbers, 1, given)
     return out
 
 

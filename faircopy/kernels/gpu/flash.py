@@ -4,7 +4,8 @@ The arithmetic and its order are those of `kernels/gpu/attention.py`, and so are
 their number: each takes an equal stretch of (key head, tile, block), so that all of them read the same head's keys at a
 time, and only a tile that two blocks share leaves its spans' states in memory. What lies in a page behind a sequence's
 last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not depend on the
-kernel before: the first are on their way while that kernel still runs.
+kernel before: the first are on their way while that kernel still runs. Where a sequence's rows are in one tile, the
+multiplying warps turn the projection into queries, keys and values themselves, see pending_heads.py.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.launch import TRY_NEW, hopper, launched, options, power, processors
 from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block_length
+from faircopy.kernels.gpu.pending_heads import PendingHeads, finite, turned_heads
+from faircopy.kernels.gpu.pending_norm import added_parts
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
 SLOTS = 4  # blocks of keys or values in shared memory
+CHUNK = 16  # queries that are made from the projection at a time
 TILES = 128  # whose rows a block looks at together when it finds its share
 _END = gl.constexpr(END)
 _NONE = gl.constexpr(float("-inf"))
@@ -169,14 +173,14 @@ def _copy_block(
 
 @gluon.jit
 def _copy(
-    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
+    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
     head, tile, offset, at, end,
     D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, FUSED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: block after block of this stretch, as slots become free."""
-    count = 0
+    count, fresh = 0, 0
     while at < end:
         seq, first, stop, last, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
@@ -188,7 +192,11 @@ def _copy(
             upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
             if at < end:
                 for b in range(block, upto):
-                    if PDL:  # noqa: SIM102
+                    if FUSED:
+                        if b == gl.maximum(block, lowest // BN):  # from here on the multiplying warps have written
+                            mbarrier.wait(stored.index(0), fresh & 1)
+                            fresh += 1
+                    elif PDL:  # noqa: SIM102
                         if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
                             gdc_wait()
                     _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
@@ -335,13 +343,70 @@ def _query(
 
 
 @gluon.jit
+def _turned_query(
+    raw, norm, table, query, tile, head, rows, positions, count, eps, context,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+    HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Make a tile's queries from the projection, and bring them into shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    kind: gl.constexpr = query.dtype
+    gl.thread_barrier()  # the tile before has been multiplied
+    for chunk in gl.static_range(BM // CHUNK):
+        if chunk * CHUNK < Q * (HEADS // KV):
+            row, heads, _ = _rows(tile, head, rows, chunk, gl.SliceLayout(1, layout), HEADS, KV, Q, CHUNK)
+            position = gl.load(positions + row, mask=row >= 0, other=0)
+            lines = turned_heads(
+                raw, norm, table, row, heads, heads >= 0, position, count, eps, context, kind,
+                (HEADS + 2 * KV) * D, D, HALF, RAW, NORMED, ROTARY, INTERLEAVED, layout, PDL,
+            )  # fmt: skip
+        else:
+            lines = gl.zeros([CHUNK, D], kind, layout)
+        query.slice(chunk * CHUNK, CHUNK).store(lines)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store_keys(
+    raw, norm, table, slots, keys, values, tile, head, rows, positions, count, eps, context,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr,
+    HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Store one head's keys and values of a tile's own rows where the copying warp finds them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    kind: gl.constexpr = keys.dtype.element_ty
+    WIDTH: gl.constexpr = (HEADS + 2 * KV) * D
+    at = gl.arange(0, QP, gl.SliceLayout(1, layout))
+    row = gl.load(rows + tile * Q + at, mask=at < Q, other=-1)
+    position, slot = gl.load(positions + row, mask=row >= 0, other=0), gl.load(slots + row, mask=row >= 0, other=0)
+    key = turned_heads(
+        raw, norm, table, row, HEADS + head + gl.zeros_like(row), at >= 0, position, count, eps, context, kind,
+        WIDTH, D, HALF, RAW, NORMED, ROTARY, INTERLEAVED, layout, PDL,
+    )  # fmt: skip
+    dims, live = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :], (row >= 0)[:, None]
+    line = row.to(gl.int64)[:, None] * WIDTH + (HEADS + KV + head) * D + dims
+    value = added_parts(raw, line, count.to(gl.int64) * WIDTH, live, RAW).to(kind)
+    where = (slot.to(gl.int64) * KV + head)[:, None] * D + dims
+    gl.store(keys + where, finite(key.to(gl.float32)).to(kind), mask=live)
+    gl.store(values + where, finite(value.to(gl.float32)).to(kind), mask=live)
+    # what threads have stored in global memory is for the copy engine to see
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [row], gl.int32, False, 1)
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _multiply(
-    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks,
+    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges, seqs, positions, sinks,
+    raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
-    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr,
+    INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
 
@@ -364,7 +429,19 @@ def _multiply(
                 row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
                 line = gl.convert_layout(row_line, COLUMN)
                 position = gl.load(positions + row, mask=row >= 0, other=-1)
-                _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+                if FUSED:
+                    if upto > lowest // BN:
+                        _store_keys(
+                            raw, norm, table, places, key_pool, value_pool, tile, head, rows, positions, count_rows,
+                            eps, context, HEADS, KV, D, Q, QP, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                        )  # fmt: skip
+                        mbarrier.arrive(stored.index(0), count=1)
+                    _turned_query(
+                        raw, norm, table, query, tile, head, rows, positions, count_rows, eps, context,
+                        HEADS, KV, D, Q, BM, CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    )  # fmt: skip
+                else:
+                    _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
                 m, total, acc = _empty(BM, D, ROW, OUT)
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
                 for b in range(block, upto):
@@ -404,17 +481,20 @@ def _multiply(
 
 
 @launched
-@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
+@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even", "count_rows"])
 def _flash(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
+    raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
     scale, cap, window, width, blocks, spans, tiles, even,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr,
     WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, MULTIPLIERS: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    FUSED: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr,
+    ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Each block takes the same share of all key blocks of all tiles and key heads."""
+    """Each block takes the same share of all key blocks of all tiles and key heads. FUSED: it makes queries, keys and
+    values from the projection `raw`; else queries are in q."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
@@ -425,6 +505,8 @@ def _flash(
     fence_async_shared()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(stored.index(0), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=MULTIPLIERS)
@@ -435,14 +517,16 @@ def _flash(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
+                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
+                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED,
-                    PARTS, PDL,
+                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width,
+                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, FUSED, PDL,
                 )),
             ],
             [1],
@@ -452,19 +536,23 @@ def _flash(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
+                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
+                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_multiply, (
-                    q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, WARPS, PDL,
+                    q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, stored, rows, ranges,
+                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
+                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN, WINDOWED,
-                    PARTS, PDL,
+                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width,
+                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, FUSED, PDL,
                 )),
             ],
             [4, 1],
@@ -472,34 +560,54 @@ def _flash(
         )  # fmt: skip
 
 
-def fits(q: Tensor, plan: PagePlan, group: int) -> bool:
+def fits(keys: Tensor, plan: PagePlan, group: int) -> bool:
     """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
     chains = plan.tails is None and plan.bases is None
-    sizes = q.element_size() == 2 and q.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
-    return TRY_NEW and hopper(q.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
+    sizes = keys.element_size() == 2 and keys.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
+    return TRY_NEW and hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
+
+
+def turns(plan: PagePlan, group: int) -> bool:
+    """Whether it also makes queries, keys and values of such a pass: all keys that it writes are read by one block."""
+    return plan.whole and plan.rows.shape[1] * group <= PLACES
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, plan: PagePlan, arrived: Tensor,
-    limit: int, numbers: tuple[Any, ...], given: dict[str, bool],
+    q: Tensor | PendingHeads, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, plan: PagePlan,
+    arrived: Tensor, limit: int, numbers: tuple[Any, ...], given: dict[str, bool],
 ) -> None:  # fmt: skip
     """One launch. limit: bytes of spans' states at most; where they would be more, no two blocks share a tile."""
-    (rows, heads, d), kv, (tiles, height) = q.shape, keys.shape[1], plan.rows.shape
-    bn, sinks, window = block_length(d, q.element_size()), numbers[0], numbers[3]
+    (rows, heads, d), kv, (tiles, height) = out.shape, keys.shape[1], plan.rows.shape
+    bn, sinks, window = block_length(d, keys.element_size()), numbers[0], numbers[3]
     spans = -(-plan.blocks * bn // SPAN)
     parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
     lines = rows * heads * spans if parted else 0
-    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
+    parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)
-    _flash[(min(units, processors(q.device)),)](
-        q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, plan.ranges,
-        plan.seqs, plan.tables, positions, sinks, numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks,
-        spans, tiles, plan.even,
+    _flash[(min(units, processors(out.device)),)](
+        None if isinstance(q, PendingHeads) else q, _pages(keys, plan.page), _pages(values, plan.page), out, parts,
+        stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, positions, sinks, *_projection(q),
+        numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks, spans, tiles, plan.even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
         BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=plan.even > 0, PARTS=parted, MULTIPLIERS=1 if height * (heads // kv) <= PLACES else 2, WARPS=4,
-        num_warps=4, **given, **options(q.device),
+        EVEN=plan.even > 0, PARTS=parted, MULTIPLIERS=1 if height * (heads // kv) <= PLACES else 2, CHUNK=CHUNK,
+        WARPS=4, num_warps=4, **_fusing(q), **given, **options(out.device),
     )  # fmt: skip
+
+
+def _projection(q: Tensor | PendingHeads) -> tuple[Any, ...]:
+    """What queries, keys and values are made from."""
+    if not isinstance(q, PendingHeads):
+        return (*(None,) * 6, 0, 0.0, 0)
+    return q.parts, q.norm, q.table, q.slots, q.keys, q.values, q.parts.shape[1], q.eps, q.context
+
+
+def _fusing(q: Tensor | PendingHeads) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    if not isinstance(q, PendingHeads):
+        return {"FUSED": False, "HALF": 0, "RAW": 1, "NORMED": False, "ROTARY": False, "INTERLEAVED": False}
+    constants = q.constants()
+    return {"FUSED": True, "RAW": constants.pop("PARTS"), **constants}
 
 
 def _pages(pool: Tensor, page: int) -> TensorDescriptor:

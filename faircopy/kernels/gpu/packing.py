@@ -52,7 +52,8 @@ class PackedRows:
     def plan(self, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
         """One tile per batch slot, whose rows are where they were packed: a plan that can be captured."""
         seqs = torch.arange(self.rows.shape[0], dtype=torch.int32, device=tables.device)
-        return PagePlan(self.rows, self.ranges, seqs, tables, page, -(-context // block_length(dim, itemsize)))
+        blocks = -(-context // block_length(dim, itemsize))
+        return PagePlan(self.rows, self.ranges, seqs, tables, page, blocks, whole=True)
 
 
 @launched

@@ -51,6 +51,7 @@ class PagePlan:
     bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: not tails
     paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
     even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
+    whole: bool = False  # every sequence's rows are in one tile
     tails: PagePlan | None = None  # tiles that go on where others have left their state
 
 
@@ -82,6 +83,7 @@ def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: in
     return PagePlan(
         sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
         sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
+        whole=not tree and len({lane.seq for lane, _ in cuts}) == len(cuts),
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
     height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
     ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
-    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
+    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows, whole=True)
 
 
 def tree_plan(

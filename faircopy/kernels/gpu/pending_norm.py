@@ -40,7 +40,7 @@ def _scaled(x, eps, N: gl.constexpr):
 
 
 @gluon.jit
-def _added(parts, where, size, inside, PARTS: gl.constexpr):
+def added_parts(parts, where, size, inside, PARTS: gl.constexpr):
     """One, two or four parts that lie `size` apart, added by the tree."""
     total = gl.load(parts + where, mask=inside, other=0.0).to(gl.float32)
     if PARTS > 1:
@@ -70,7 +70,7 @@ def _stream_and_norm(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = _added(parts, where, rows.to(gl.int64) * N, inside, PARTS).to(kind).to(gl.float32)
+    total = added_parts(parts, where, rows.to(gl.int64) * N, inside, PARTS).to(kind).to(gl.float32)
     if AFTER:
         total = (total * _scaled(total, eps, N) * between).to(kind).to(gl.float32)
     value = gl.fma(total, multiplier, value).to(kind)
