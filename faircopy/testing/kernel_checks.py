@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, heads, linear, norm, packing, pages, pending_norm, pick, step, tables
+from faircopy.kernels.gpu import (
+    attention,
+    heads,
+    linear,
+    norm,
+    packing,
+    pages,
+    pending_heads,
+    pending_norm,
+    pick,
+    step,
+    tables,
+)
 from faircopy.kernels.gpu.launch import INTERPRETED, hopper
 from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
@@ -47,6 +59,7 @@ def checks() -> Iterator[Check]:
     yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "attention: Hopper's kernel and the other", _both_kernels
+    yield "heads: by attention and before it", _own_heads
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
     yield "linear: pipelined and not", _pipelines
@@ -264,6 +277,30 @@ def _both_kernels(device: torch.device) -> float:
             for given in ({}, {"window": 700}, {"softcap": 20.0}, {"sinks": sinks, "window": 100}):
                 results = [_attend(scene, device, splits, **given) for splits in (None, 1)]
                 wrong += not torch.equal(*results) or not results[0].isfinite().all()
+    return float(wrong)
+
+
+def _own_heads(device: torch.device) -> float:
+    """Queries, keys and values that attention makes for itself, where the device can, and those made before it."""
+    wrong = 0
+    for dim, group, number, width in product((128, 64), (4, 1, 7), (1, 4), (1, 3, 6)):
+        scene = _paged_scene(device, HALF, dim, group, (width,) * 4, EVEN_LENGTHS)
+        (rows, count, _), plan, positions = scene["q"].shape, scene["plan"], scene["positions"].long()
+        pools = [[scene[name].clone() for name in ("keys", "values")] for _ in range(2)]
+        if not pending_heads.known(pools[0][0]):
+            return 0.0
+        table = rope_table(torch.rand(dim // 2, generator=torch.Generator().manual_seed(1)), 5001, 1.0, HALF)
+        pages_of = plan.tables.repeat_interleave(width, 0).gather(1, (positions // plan.page)[:, None])[:, 0]
+        slots = pages_of.long() * plan.page + positions % plan.page
+        parts = _random(device, number, rows, (count + 4) * dim, dtype=torch.float32 if number > 1 else HALF)
+        weight = _random(device, count + 2, dim, dtype=HALF) if group > 1 else None
+        given = (parts, weight, table.to(device), scene["positions"], slots)
+        arrived, outs = attention.counters(device), []
+        for alone, pool in zip((False, True), pools, strict=True):
+            placed = heads.place(*given, *pool, count, 1e-6, interleaved=group == 7)
+            q = placed.queries() if alone and isinstance(placed, PendingHeads) else placed
+            outs.append(attention.attend_pages(q, *pool, scene["positions"], plan, arrived, 0.3))
+        wrong += sum(not torch.equal(a, b) for a, b in zip([outs[0], *pools[0]], [outs[1], *pools[1]], strict=True))
     return float(wrong)
 
 
