@@ -13,8 +13,8 @@ from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear, SharedLinear
 from faircopy.kernels.gpu.pending_heads import PendingHeads
-from faircopy.kernels.gpu.pending_norm import PendingNorm, few
-from faircopy.kernels.gpu.suite import KERNELS, Suite
+from faircopy.kernels.gpu.pending_norm import PendingNorm
+from faircopy.kernels.gpu.suite import Suite, between, stream_of
 from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
@@ -62,18 +62,6 @@ def fused_weights(source: Source) -> Weights[PartsProduct]:
 
     products: Products[PartsProduct] = Products(linear, gated, shared)
     return Weights(source, products)
-
-
-def between(suite: Suite, x: Tensor, parts: Tensor, *more: Any) -> Tensor | PendingNorm:
-    """See Suite.add_norm: done now, or, for few rows, left to the next product."""
-    if suite is KERNELS and few(x):
-        return PendingNorm(x, parts, *more, *(None,) * (5 - len(more)))
-    return suite.add_norm(x, parts, *more)
-
-
-def stream_of(rows: Tensor | PendingNorm, x: Tensor) -> Tensor:
-    """The residual stream, once a product has read these rows."""
-    return rows.x if isinstance(rows, PendingNorm) else x
 
 
 class Fused:

@@ -296,10 +296,10 @@ def _own_heads(device: torch.device) -> float:
         weight = _random(device, count + 2, dim, dtype=HALF) if group > 1 else None
         given = (parts, weight, table.to(device), scene["positions"], slots)
         arrived, outs = attention.counters(device), []
-        for alone, pool in zip((False, True), pools, strict=True):
-            placed = heads.place(*given, *pool, count, 1e-6, interleaved=group == 7)
+        for alone, (keys, values) in zip((False, True), pools, strict=True):
+            placed = heads.place(*given, keys, values, count, 1e-6, group == 7)
             q = placed.queries() if alone and isinstance(placed, PendingHeads) else placed
-            outs.append(attention.attend_pages(q, *pool, scene["positions"], plan, arrived, 0.3))
+            outs.append(attention.attend_pages(q, keys, values, scene["positions"], plan, arrived, 0.3))
         wrong += sum(not torch.equal(a, b) for a, b in zip([outs[0], *pools[0]], [outs[1], *pools[1]], strict=True))
     return float(wrong)
 

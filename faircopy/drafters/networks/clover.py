@@ -82,7 +82,7 @@ class Clover(Head):
 
             x, shape = states[0].clone(), self.config.shape  # it is added to in place
             y = normalised(x, self.block.input_layernorm.weight, shape.eps, rows.cache)
-            return self._served(y, x, rows.packed, rows.cache, self.norm.weight.detach())[None]
+            return self._served(y, x, rows.packed, rows.cache, self.norm.weight.detach())[1][None]
         x = self.block(states, *self.rope(rows.positions), rows.attend, 0) if self.augment else states
         return self.norm(x)  # type: ignore[no-any-return]
 

@@ -125,7 +125,7 @@ class Eagle3(Head):
     def _run_served(
         self, served: ServedLayer, state: Tensor, tokens: Tensor, packed: Packed, cache: PagedLayout
     ) -> tuple[Tensor, Tensor]:
-        """state [T, hidden] is added to in place: callers hand over what they do not keep."""
+        """state [T, hidden] may be added to in place: callers hand over what they do not keep."""
         from faircopy.drafters.networks.served import embedded, normalised
 
         state = state if self.own else state.clone()  # what EAGLE-1 reads is the target's
@@ -133,7 +133,7 @@ class Eagle3(Head):
         token = embedded(tokens, table, layer.token_norm.weight, eps, cache).to(state.dtype)
         read = torch.cat([token, normalised(state, layer.state_norm.weight, eps, cache)], -1)
         after = self.norm.weight if self.own else layer.state_norm.weight
-        out = served(read, state, packed, cache, after.detach())
+        state, out = served(read, state, packed, cache, after.detach())
         return state[None], out[None]
 
     def _guess(self, memory: Tensor, out: Tensor | None = None) -> Guess:

@@ -89,5 +89,5 @@ class Scylla(Head):
         norms = [*(block.input_layernorm.weight for block in self._blocks()), self.norm.weight]
         y = normalised(x, norms[0], self.config.shape.eps, cache)
         for layer, after in zip(self._served, norms[1:], strict=True):
-            y = layer(y, x, packed, cache, after.detach())
+            x, y = layer(y, x, packed, cache, after.detach())
         return y

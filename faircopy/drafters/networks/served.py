@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from faircopy.drafters.networks.blocks import Attention, BlockShape, Mlp, rope_tables
 from faircopy.kernels.gpu.linear import Linear
+from faircopy.kernels.gpu.suite import Suite, between, stream_of
 
 if TYPE_CHECKING:
-    from faircopy.kernels.gpu.suite import Suite
     from faircopy.layout.base import Packed
     from faircopy.layout.paged import PagedLayout
 
@@ -34,16 +34,23 @@ class ServedLayer:
         self._heads_norm = _heads_norm(attention) if shape.qk_norm else None
         self._rope = half_tables(shape, between.device)
 
-    def __call__(self, y: Tensor, x: Tensor, packed: Packed, cache: PagedLayout, after: Tensor) -> Tensor:
-        """x [T, hidden] += what the layer makes of y, its normalised input; returns the sum, normalised by `after`."""
+    def __call__(
+        self, y: Tensor, x: Tensor, packed: Packed, cache: PagedLayout, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] plus what the layer makes of y, its normalised input, and the sum normalised by `after`.
+
+        x is added to, in place as far as rows are many.
+        """
         suite, shape = _suite(cache), self._shape
         q = suite.place(
             self._qkv.parts(y), self._heads_norm, self._rope, packed.positions, packed.slots,
             *cache.pools(self._index), shape.heads, shape.eps, False,
         )  # fmt: skip
         mixed = cache.attend_cached(packed, self._index, q, shape.head_dim**-0.5)
-        z = suite.add_norm(x, self._out.parts(mixed.view(x.shape[0], -1)), self._between, shape.eps)
-        return suite.add_norm(x, self._down.parts(self._gate_up.gated(z, "silu")), after, shape.eps)
+        z = between(suite, x, self._out.parts(mixed.view(x.shape[0], -1)), self._between, shape.eps)
+        parts = self._down.parts(self._gate_up.gated(z, "silu"))
+        x = stream_of(z, x)
+        return x, suite.add_norm(x, parts, after, shape.eps)
 
 
 def embedded(ids: Tensor, table: Tensor, weight: Tensor, eps: float, cache: PagedLayout) -> Tensor:

@@ -13,6 +13,7 @@ from faircopy.kernels.gpu import attention, heads, logprobs, norm, packing, pick
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pending_heads import PendingHeads
+from faircopy.kernels.gpu.pending_norm import PendingNorm, few
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
@@ -120,6 +121,27 @@ TWINS = Suite(
     sampler.count_tokens_twin,
     logprobs.report_logprobs_twin,
 )
+
+
+def between(
+    suite: Suite,
+    x: Tensor,
+    parts: Tensor,
+    weight: Tensor,
+    eps: float,
+    after: Tensor | None = None,
+    multiplier: float = 1.0,
+    healthy: Tensor | None = None,
+) -> Tensor | PendingNorm:
+    """See norm.add_norm: done now, or, for few rows, left to the next product."""
+    if suite is KERNELS and few(x):
+        return PendingNorm(x, parts, weight, eps, after, multiplier, healthy)
+    return suite.add_norm(x, parts, weight, eps, after, multiplier, healthy)
+
+
+def stream_of(rows: Tensor | PendingNorm, x: Tensor) -> Tensor:
+    """The residual stream, once a product has read these rows."""
+    return rows.x if isinstance(rows, PendingNorm) else x
 
 
 def suite_for(device: torch.device) -> Suite | None:
