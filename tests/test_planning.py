@@ -45,6 +45,7 @@ from faircopy.model.loader import load_model
 from faircopy.model.pass_bytes import activation_bytes
 from faircopy.model.shape import shape_of_checkpoint, shape_of_config, shape_of_model
 from faircopy.model.transformers_backend import TransformersModel
+from faircopy.planner import AutoLength
 from faircopy.planning.devices import DEVICES, named_device
 from faircopy.planning.drafts import NGRAM, NO_DRAFT, DraftShape, shape_of_draft
 from faircopy.planning.ladder import AS_ASKED, FEWER_LEVELS, FEWER_NODES, NONE, SMALLER, Speed, climb, rungs
@@ -511,6 +512,7 @@ def test_rungs_are_compared_by_what_was_measured(tmp_path: Path, monkeypatch: py
 def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
     monkeypatch.setattr(measured_acceptance, "ENOUGH", 10)
+    monkeypatch.setattr(AutoLength, "_decide", lambda self, live: 4)  # whatever steps take on this machine
     monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
     llm = LLM(bundled.target(), bundled.draft(), device="cpu", dtype="float32", max_batch=1)
     llm.generate(bundled.prompts()[:2], SamplingParams(max_tokens=96, ignore_eos=True))
