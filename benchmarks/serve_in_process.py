@@ -51,27 +51,31 @@ async def stream(service: Service, prompt: list[int], params: SamplingParams) ->
 
 
 async def all_streams(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> Any:
-    """Seconds for all, and what each stream gave; the engine's thread begins and ends with it."""
+    """Seconds for all, those of them that the event loop's thread worked, and what each stream gave.
+
+    The engine's thread begins and ends with it.
+    """
     service = Service(llm, ServerConfig(max_queue=len(prompts)), "widened", NoMetrics)  # type: ignore[arg-type]
     service.start()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.thread_time()
     pairs = zip(prompts, wanted, strict=True)
     found = await asyncio.gather(*(stream(service, prompt, params) for prompt, params in pairs))
-    seconds = time.perf_counter() - began
+    seconds, worked = time.perf_counter() - began, time.thread_time() - worked
     await service.stop()
-    return seconds, found
+    return seconds, worked, found
 
 
 def measured(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams], count: int) -> dict[str, Any]:
     """generate() and the service in turns."""
     texts = [output.token_ids for output in llm.generate(prompts, wanted, progress=False)]
     asyncio.run(all_streams(llm, prompts, wanted))
-    alone, served, firsts, same = [], [], [], 0
+    alone, served, fronts, firsts, same = [], [], [], [], 0
     tokens = sum(map(len, texts))
     for _ in range(count):
         alone.append(timed(llm, prompts, wanted))
-        seconds, found = asyncio.run(all_streams(llm, prompts, wanted))
+        seconds, worked, found = asyncio.run(all_streams(llm, prompts, wanted))
         served.append(tokens / seconds)
+        fronts.append(worked / tokens)
         firsts += [first for first, _ in found]
         same += sum(written == text for (_, written), text in zip(found, texts, strict=True))
     engine, layers = statistics.median(alone), statistics.median(served)
@@ -80,6 +84,7 @@ def measured(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams], c
         "served_tokens_per_s": layers,
         "share_of_generate": layers / engine,
         "overhead_ms_per_token": 1e3 / layers - 1e3 / engine,
+        "event_loop_us_per_token": 1e6 * statistics.median(fronts),
         "first_ms_median": 1e3 * statistics.median(firsts),
         "first_ms_most": 1e3 * max(firsts),
         "identical": same,

@@ -138,7 +138,7 @@ class Engine:
         What is added before `step` plans the one behind it need not wait for that one.
         """
         if self._in_flight is not None and self._in_flight.done is not None:
-            time.sleep(self._pace.spare_time(self._in_flight))
+            self._pace.wait(self._in_flight)
 
     def step(self) -> list[Output]:
         """Advance some sequences by at least one token each; return what is new."""
@@ -233,7 +233,7 @@ class Engine:
         begin = time.perf_counter()
         behind = self.scheduler.schedule_behind(plan)
         self._in_flight = self.captured.start(behind, after=step) if behind.seqs else None
-        self._pace.started(time.perf_counter() - begin)
+        self._pace.started(begin)
         finished = self.captured.collect(step)
         self.draft_lengths.observe(finished, self._pace.collected(step, more=self._in_flight is not None))
         return self._commit(finished, in_flight=behind.k + 1 if behind.seqs else 0)

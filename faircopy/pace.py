@@ -24,11 +24,19 @@ class Pace:
     def __init__(self) -> None:
         self._collected: float | None = None  # when the last step was, if another one ran behind it
         self._quickest: dict[Any, float] = {}
-        self._lead = 0.0  # seconds from planning a step to its start
+        self._lead = 0.0  # seconds from the end of a wait to the start of the step behind
+        self._due: float | None = None  # when the last wait was to end
 
-    def started(self, seconds: float) -> None:
-        """The host took so long to plan and start a step."""
-        self._lead = max(seconds, FADE * self._lead)
+    def wait(self, step: Collectable) -> None:
+        """Sleep for as long as the step behind this one, which runs, need not be planned."""
+        spare = self.spare_time(step)
+        self._due = time.perf_counter() + spare
+        time.sleep(spare)
+
+    def started(self, begin: float) -> None:
+        """A step was started; `begin`: when the host began to plan it. Waking up late counts like planning."""
+        begin, self._due = begin if self._due is None else self._due, None
+        self._lead = max(time.perf_counter() - begin, FADE * self._lead)
 
     def collected(self, step: Collectable, more: bool) -> float | None:
         """A step was collected; returns its seconds, if they are known. more: another one runs behind it."""
@@ -42,7 +50,7 @@ class Pace:
 
     def stop(self) -> None:
         """The next step does not run behind another one."""
-        self._collected = None
+        self._collected = self._due = None
 
     def spare_time(self, step: Collectable) -> float:
         """Seconds the host can wait before it plans the step behind this one, which runs."""

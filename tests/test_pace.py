@@ -17,8 +17,14 @@ class Step:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is; sleeping takes as long as it says."""
     now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     return now
 
 
@@ -26,13 +32,29 @@ def test_waits_until_the_next_step_can_just_be_started_in_time(clock: list[float
     pace, step = Pace(), Step("a")
     assert pace.collected(step, more=True) is None
     assert pace.spare_time(step) == 0.0  # nothing is known yet
-    pace.started(0.002)
+    pace.started(clock[0] - 0.002)
     clock[0] += 0.010
     assert pace.collected(step, more=True) == pytest.approx(0.010)
     assert pace.spare_time(step) == pytest.approx(0.010 - 0.002 - MARGIN)
     assert pace.spare_time(Step("b")) == 0.0
     clock[0] += 0.009
     assert pace.spare_time(step) == 0.0
+
+
+def test_waking_up_late_makes_the_next_wait_shorter(clock: list[float]) -> None:
+    """The host plans for 2 ms, and begins 3 ms late, since another thread held it up."""
+    pace, step = Pace(), Step("a")
+    pace.collected(step, more=True)
+    pace.started(clock[0] - 0.002)
+    clock[0] += 0.010
+    pace.collected(step, more=True)
+    begin = clock[0]
+    pace.wait(step)
+    assert clock[0] - begin == pytest.approx(0.010 - 0.002 - MARGIN)
+    clock[0] += 0.003 + 0.002
+    pace.started(clock[0] - 0.002)
+    pace.collected(step, more=True)
+    assert pace.spare_time(step) == pytest.approx(0.010 * DRIFT - 0.005 - MARGIN)
 
 
 def test_a_delay_does_not_become_the_expectation(clock: list[float]) -> None:

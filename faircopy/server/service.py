@@ -126,7 +126,8 @@ class Job:
 
     def __init__(self, service: Service, requests: list[Request], deadline: float | None) -> None:
         self._service, self._deadline = service, deadline
-        self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._news: dict[int, list[Update]] = {}  # by choice: not read yet
+        self._waiting: asyncio.Future[None] | None = None  # the reader, while there is no news
         self.tickets = [Ticket(request, self._sink(index)) for index, request in enumerate(requests)]
         self._open: dict[int, Ticket] = {}  # by choice: let in and not finished
         self._times = _Times(service.metrics, len(requests))
@@ -136,7 +137,7 @@ class Job:
         self._service.admit(self.tickets)
         self._open = dict(enumerate(self.tickets))
         if self._deadline is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.put_nowait, (-1, LATE))
+            self._timer = asyncio.get_running_loop().call_later(self._deadline, self._tell, -1, LATE)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -151,19 +152,27 @@ class Job:
         """What is new since the last time, by choice, until all choices are finished."""
         unread = len(self.tickets)  # choices whose end was not read yet
         while unread:
-            news: dict[int, list[Update]] = {}
-            self._note(news, *await self._queue.get())
-            while not self._queue.empty():
-                self._note(news, *self._queue.get_nowait())
-            unread -= sum(updates[-1].finished is not None for updates in news.values())
+            if not self._news:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            news, self._news = self._news, {}
+            for updates in news.values():
+                self._check(updates[-1])
+                unread -= updates[-1].finished is not None
             yield news
 
-    def _note(self, news: dict[int, list[Update]], index: int, update: Update) -> None:
-        if update is LATE:
+    def _check(self, last: Update) -> None:
+        """An update that ends the whole request is the last one of its choice."""
+        if last is LATE:
             raise ApiError(408, f"not finished within {self._deadline:g} s", "timeout", "deadline_exceeded")
-        if update.error is not None:
-            raise update.error
-        news.setdefault(index, []).append(update)
+        if last.error is not None:
+            raise last.error
+
+    def _tell(self, index: int, update: Update) -> None:
+        """In the event loop's thread: news for the reader."""
+        self._news.setdefault(index, []).append(update)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _sink(self, index: int) -> Any:
         def sink(update: Update) -> None:
@@ -174,7 +183,7 @@ class Job:
             if update.finished is not None:
                 del self._open[index]
                 self._service.ended(update.finished)
-            self._queue.put_nowait((index, update))
+            self._tell(index, update)
 
         return sink
 
