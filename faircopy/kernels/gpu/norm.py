@@ -1,4 +1,4 @@
-"""The seams between products: add a product's parts to the residual stream and normalise what comes out."""
+"""Between products: add a product's parts to the residual stream and normalise what comes out."""
 
 from __future__ import annotations
 
