@@ -25,6 +25,7 @@ from faircopy.types import Request
 
 Json = dict[str, Any]
 _compact = json.JSONEncoder(separators=(",", ":")).encode
+_IN_DELTAS = ("reasoning_content", "content", "tool_calls")  # of a message that is sent when it is complete
 DONE = b"data: [DONE]\n\n"
 
 
@@ -213,7 +214,7 @@ class ChatShape:
             delta = {}
             if finished is not None:
                 message, called = self._tools.message(choice.whole.text, choice.request.prompt, choice.whole.tokens)
-                delta = {name: message[name] for name in ("content", "tool_calls") if message.get(name)}
+                delta = {name: message[name] for name in _IN_DELTAS if message.get(name)}
                 for index, call in enumerate(delta.get("tool_calls", ())):
                     call["index"] = index
                 return self._chunk(choice, piece, delta, "tool_calls" if called else finished)
