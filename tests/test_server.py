@@ -246,10 +246,28 @@ def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
         assert streamed["delta"]["tool_calls"][0]["function"] == call and streamed["finish_reason"] == "tool_calls"
 
 
+def test_schemas_of_tools_may_refer_to_their_own_definitions(server: Running) -> None:
+    """Each to its own, as pydantic writes them."""
+    tools = []
+    for name, value in (("first", {"const": "Bonn"}), ("second", {"type": "boolean"})):
+        schema = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"], "$defs": {"X": value}}
+        tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    for name, values in (("first", ["Bonn"]), ("second", [True, False])):
+        choice = {"type": "function", "function": {"name": name}}
+        body = {"messages": HELLO, "tools": tools, "temperature": 0}
+        call = server.post(CHAT, **body, tool_choice=choice)["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert json.loads(call["arguments"])["x"] in values
+    call = server.post(CHAT, **body, tool_choice="required")["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"])["x"] in {"first": ["Bonn"], "second": [True, False]}[call["name"]]
+
+
 def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None:
     from faircopy.model.loader import response_template
+    from faircopy.server.answers import ChatShape
+    from faircopy.server.engine_thread import Update
     from faircopy.server.protocol import ChatRequest
     from faircopy.server.tools import ToolReader
+    from faircopy.server.writing import Choice, TokenNames
 
     assert response_template(bundled.target(), llm.tokenizer) is None
     template = {
@@ -274,6 +292,11 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
     message, called = reader.message("", prompt, ids(f"<think>Where?</think>{call}", add_special_tokens=False))
     assert called and message["reasoning_content"] == "Where?"
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    choice = Choice(llm, llm.request(prompt, SamplingParams(max_tokens=99)), 0)
+    text = ids(f"<think>Where?</think>{call}", add_special_tokens=False)
+    piece = choice.take([Update(tokens=tuple(text), finished="stop")])
+    streamed = ChatShape(body, reader, TokenNames(llm)).delta(choice, piece)["delta"]
+    assert streamed["reasoning_content"] == "Where?" and streamed["tool_calls"][0]["index"] == 0
     message, called = reader.message("x", prompt, ids("It rains.", add_special_tokens=False))
     assert not called and message["content"] == "It rains."
     assert not ToolReader(body, llm.tokenizer, None).active
@@ -303,6 +326,8 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
         (CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
         (CHAT, {"messages": HELLO, "skip_special_tokens": False}, "skip_special_tokens"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [5000]}, "tokens"),
     ],
@@ -312,6 +337,11 @@ def test_bad_requests_name_the_field(server: Running, path: str, body: dict[str,
     assert (
         error["param"] == param and error["type"] == "invalid_request_error" and param.split(".")[0] in error["message"]
     )
+
+
+def test_a_field_of_several_forms_is_refused_for_what_is_wrong_with_the_one_given(server: Running) -> None:
+    assert "16 items" in server.fails(COMPLETIONS, 400, prompt=STORY, stop=["a"] * 17)["message"]
+    assert "1 item" in server.fails(COMPLETIONS, 400, prompt=[])["message"]
 
 
 def test_a_misspelt_field_is_refused_with_the_nearest_one(server: Running) -> None:
