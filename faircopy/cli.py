@@ -212,9 +212,7 @@ def serve(
         float, typer.Option(help="Share of the requests that are run again, plainly, in idle time.")
     ] = 0.0,
     audit_folder: Annotated[Path, typer.Option(help="Where a mismatch is written.")] = Path("faircopy-mismatches"),
-    spec_metrics: Annotated[
-        str, typer.Option("--per-request-spec-decode-metrics", help="none, summary or detailed.")
-    ] = "summary",
+    per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "summary",
     vllm_metrics: Annotated[bool, typer.Option(help="Counters under vLLM's names too.")] = True,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -237,7 +235,8 @@ def serve(
     server: dict[str, Any] = dict(  # noqa: C408
         host=host, port=port, name=name, cors=tuple(cors or ()), max_queue=max_queue, max_body=max_body,
         max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n, deadline=deadline, drain=drain,
-        shadow_audit=shadow_audit, audit_folder=audit_folder, spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
+        shadow_audit=shadow_audit, audit_folder=audit_folder, vllm_metrics=vllm_metrics,
+        spec_metrics=per_request_spec_decode_metrics,
     )  # fmt: skip
     if replicas == 1 and max_replicas is None:
         _refuse_without("--hedge", hedge, "--replicas or --max-replicas")

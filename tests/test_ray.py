@@ -44,6 +44,15 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_replica_is_busier() ->
     assert prefix_keys({"messages": talk})[0] == prefix_keys({"messages": [*talk, *talk]})[0]
 
 
+def test_a_fleet_is_checked() -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.deployment import Fleet
+
+    for name, value in {"replicas": 0, "max_replicas": 0, "hedge": float("nan")}.items():
+        with pytest.raises(ValueError, match=name):
+            Fleet(**{name: value})  # type: ignore[arg-type]
+
+
 def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.asgi import Head

@@ -27,7 +27,7 @@ pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.model.loader import load_tokenizer
 from faircopy.server.settings import ServerConfig
-from faircopy.terminal.serve import check_port
+from faircopy.terminal.serve import check_port, serve
 from faircopy.testing import ByteTokenizer, TableModel
 from tests.server_helpers import PATIENCE, Running, serving, wait_until
 
@@ -663,13 +663,15 @@ def test_options_come_from_the_command_line_the_environment_and_a_file(
     monkeypatch.setattr(cli, "_llm", lambda *args, **options: seen.update(options) or "llm")
     monkeypatch.setattr(serve, "serve", lambda llm, *rest, **options: seen.update(options))
     file = tmp_path / f"serve.{kind}"
-    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5}
+    detail = "per-request-spec-decode-metrics"
+    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5, detail: '"none"'}
     sign = ":" if kind == "yaml" else " ="
     file.write_text("".join(f"{name}{sign} {value}\n" for name, value in lines.items()))
     environment = {"FAIRCOPY_SERVE_PORT": "2", "FAIRCOPY_SERVE_HOST": "1.1.1.1", "FAIRCOPY_SERVE_DEADLINE": "9"}
     result = CliRunner().invoke(cli.app, ["serve", "--config", str(file), "--host", "::1"], env=environment)
     assert result.exit_code == 0, result.output
     assert (seen["max_batch"], seen["max_queue"], seen["port"], seen["host"], seen["deadline"]) == (5, 3, 2, "::1", 9.0)
+    assert seen["spec_metrics"] == "none"
     file.write_text(f"prot{sign} 1\n")
     assert "did you mean 'port'" in str(CliRunner().invoke(cli.app, ["serve", "--config", str(file)]).exception)
 
@@ -681,9 +683,12 @@ def test_the_config_is_checked() -> None:
         "max_queue": -1,
         "spec_metrics": "all",
         "max_prompt": 0,
+        "drain": float("nan"),
     }.items():
         with pytest.raises(ValueError, match=name):
             ServerConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="log_level = 'loud'.*warning"):
+        serve(LLM(TableModel(), cache_memory="1MiB"), "text", "loud", None)
 
 
 def test_slow_readers_do_not_hold_up_others() -> None:

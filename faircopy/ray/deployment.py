@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -59,6 +60,8 @@ class Fleet:
             raise ConfigError("replicas", self.replicas, "below 1", "pass 1 or more")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError("max_replicas", self.max_replicas, "below replicas", "pass at least as many")
+        if self.hedge is not None and not 0 <= self.hedge < math.inf:
+            raise ConfigError("hedge", self.hedge, "not a time", "pass seconds, or leave it out")
 
     def options(self, most_requests: int, drain: float) -> Json:
         """The replicas' deployment, in Ray Serve's words."""
