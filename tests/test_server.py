@@ -664,14 +664,14 @@ def test_options_come_from_the_command_line_the_environment_and_a_file(
     monkeypatch.setattr(serve, "serve", lambda llm, *rest, **options: seen.update(options))
     file = tmp_path / f"serve.{kind}"
     detail = "per-request-spec-decode-metrics"
-    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5, detail: '"none"'}
+    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5, detail: '"none"', "cors": '"http://a"'}
     sign = ":" if kind == "yaml" else " ="
     file.write_text("".join(f"{name}{sign} {value}\n" for name, value in lines.items()))
     environment = {"FAIRCOPY_SERVE_PORT": "2", "FAIRCOPY_SERVE_HOST": "1.1.1.1", "FAIRCOPY_SERVE_DEADLINE": "9"}
     result = CliRunner().invoke(cli.app, ["serve", "--config", str(file), "--host", "::1"], env=environment)
     assert result.exit_code == 0, result.output
     assert (seen["max_batch"], seen["max_queue"], seen["port"], seen["host"], seen["deadline"]) == (5, 3, 2, "::1", 9.0)
-    assert seen["spec_metrics"] == "none"
+    assert seen["spec_metrics"] == "none" and seen["cors"] == ("http://a",)
     file.write_text(f"prot{sign} 1\n")
     assert "did you mean 'port'" in str(CliRunner().invoke(cli.app, ["serve", "--config", str(file)]).exception)
 
@@ -687,7 +687,7 @@ def test_the_config_is_checked() -> None:
     }.items():
         with pytest.raises(ValueError, match=name):
             ServerConfig(**{name: value})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="log_level = 'loud'.*warning"):
+    with pytest.raises(ConfigError, match=r"log_level = 'loud'.*warning"):
         serve(LLM(TableModel(), cache_memory="1MiB"), "text", "loud", None)
 
 

@@ -20,6 +20,8 @@ def read_options(file: str, known: set[str]) -> dict[str, Any]:
 
     values = read_config(Path(file))
     refuse_unknown("config", values, known)
+    if isinstance(values.get("cors"), str):
+        values["cors"] = values["cors"].split()  # one origin or several, as in the environment
     return values
 
 
