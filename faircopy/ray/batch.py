@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Replica:
 
 async def answers(
     requests: Path, answered: frozenset[str], make: Callable[[], Any], together: int, replicas: int
-) -> AsyncIterator[Json]:
+) -> AsyncGenerator[Json]:
     """Answers to the lines of a file that have none, from several engines."""
     ray.init(ignore_reinit_error=True)
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
