@@ -73,6 +73,43 @@ def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
         replica.check_health()
 
 
+def test_a_replica_ends_when_its_engine_does_before_a_client_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams go on from another replica, as those of a process that was killed do."""
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.errors import RankError
+    from faircopy.ray import deployment
+    from faircopy.server.settings import ServerConfig
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(deployment.os, "_exit", end)
+    llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB")
+    replica = deployment.Replica(lambda: llm, ServerConfig())
+    step, left = llm.engine.step, iter(range(3, 0, -1))
+
+    def die_later() -> Any:
+        if not next(left, 0):
+            raise RankError("rank", 1, "died", "start again")
+        return step()
+
+    llm.engine.step = die_later  # type: ignore[method-assign]
+    seen: list[Any] = []
+
+    async def run() -> None:
+        body = {"prompt": [1], "max_tokens": 9, "stream": True, "ignore_eos": True}
+        headers = [(b"content-type", b"application/json")]
+        async for piece in replica.answer("POST", "/v1/completions", headers, body):
+            seen.append(piece)
+
+    with pytest.raises(Ended):
+        asyncio.run(run())
+    assert len(seen) > 1 and not any(b"error" in piece for piece in seen[1:])
+
+
 def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.deployment import _joined

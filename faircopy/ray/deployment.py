@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -35,6 +37,7 @@ from faircopy.server.app import create_app
 from faircopy.server.endpoints import BODIES
 from faircopy.server.settings import ServerConfig
 
+log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
 NAME = "faircopy"  # of the application in Ray Serve
 BUSY = (429, 503)  # a replica that refuses a moved stream with one of these is asked again
@@ -106,7 +109,14 @@ class Replica:
         self._start()
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         async for piece in call(self._app, method, path, headers, content):
+            self._end_without_engine()
             yield piece
+
+    def _end_without_engine(self) -> None:
+        """A replica whose engine has ended (a rank died) ends too, so that its answers go on from another one."""
+        if not self._service.healthy:
+            log.error("the engine's thread has ended: this replica ends")
+            os._exit(1)
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica whose check raises."""
