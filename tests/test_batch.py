@@ -170,6 +170,7 @@ def test_answers_to_a_request_that_has_changed_or_of_another_model_are_not_mixed
     ("text", "problem"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "custom_id"),
         ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "not served"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "body"),

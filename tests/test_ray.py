@@ -191,6 +191,7 @@ def test_the_ingress_answers_as_a_server_does(fleet: Any) -> None:
         assert client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "n": 99}).status_code == 400
         broken = client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
         assert broken.json()["error"]["code"] == "invalid_json"
+        assert client.post(COMPLETIONS, content=b"[" * 100_000).status_code == 400
 
 
 def test_32_streams_survive_a_replica_that_is_killed(fleet: Any) -> None:

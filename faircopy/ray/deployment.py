@@ -252,7 +252,7 @@ def _object(content: bytes) -> Json | None:
     """A JSON object; None for everything else, which the replica refuses in its own words."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

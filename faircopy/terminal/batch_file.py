@@ -131,7 +131,7 @@ def read_request(text: str, place: str) -> Json:
     """One line of the input; its body is checked when it is answered."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError("--in", place, "not JSON", "write one request a line") from None
     for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
         if not isinstance(line, dict) or not isinstance(line.get(name), kind):
