@@ -8,6 +8,8 @@ from pathlib import Path
 
 from faircopy.errors import OutputError
 
+_BLOCK = 1 << 16  # bytes that are read at once, from the end of a file
+
 
 def append_line(field: str, path: Path, line: str, again: str = "run it again") -> None:
     """Append one line. If it cannot be written in full, the file keeps its old length. field: for the error."""
@@ -20,6 +22,18 @@ def append_line(field: str, path: Path, line: str, again: str = "run it again") 
             os.close(file)
     except OSError as error:
         raise _failed(field, path, error, f"the lines before this one are kept; free some space and {again}") from error
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Cut off a last line that a kill has left without its end, so that the next line is not appended to it."""
+    with path.open("rb+") as file:
+        begin = file.seek(0, os.SEEK_END)
+        found = -1  # the last end of a line, in the block that begins there
+        while begin and found < 0:
+            end, begin = begin, max(0, begin - _BLOCK)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+        file.truncate(begin + found + 1)
 
 
 def replace_text(field: str, path: Path, text: str) -> None:

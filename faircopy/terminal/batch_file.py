@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from faircopy.errors import ConfigError
-from faircopy.files import append_line, replaceable
+from faircopy.files import append_line, cut_unfinished_line, replaceable
 from faircopy.server.batch_lines import ID, request_number
 
 Json = dict[str, Any]
@@ -86,17 +86,13 @@ class BatchFile:
     def _read_answered(self) -> None:
         if not self._answers.exists() or not replaceable(self._answers):
             return
-        whole = 0  # bytes of lines that end
         with self._answers.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line[: len(BEGIN)] != BEGIN[: len(line)]:
                     raise self._no_answer(number)
                 if line.endswith(b"\n"):
-                    whole += len(line)
                     self._read_answer(line, number)
-        if whole < self._answers.stat().st_size:
-            with self._answers.open("rb+") as file:
-                file.truncate(whole)
+        cut_unfinished_line(self._answers)
 
     def _read_answer(self, line: bytes, number: int) -> None:
         try:
