@@ -609,7 +609,8 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         for n in range(5):
             body = {"prompt": "abcabc", "max_tokens": 24, "seed": n, "stop": ["q"]}
             server.post(COMPLETIONS, **body)
-        wait_until(lambda: server.service.audit.checked == 5)
+        server.events(COMPLETIONS, **body, continued=[{"token_ids": [9, 9]}])  # what a client says it has is not ours
+        wait_until(lambda: server.service.audit.checked == 6)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 0
         choose = llm.engine.verifier.judge
         broken = threading.Event()
@@ -623,7 +624,7 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         finish = server.service.audit.consider
         server.service.audit.consider = lambda seq: (broken.set(), finish(seq))  # type: ignore
         served = server.post(COMPLETIONS, prompt="abc", max_tokens=6, temperature=0, return_token_ids=True)
-        wait_until(lambda: server.service.audit.checked == 6)
+        wait_until(lambda: server.service.audit.checked == 7)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 1
         report = json.loads(next((tmp_path / "found").glob("mismatch-*.json")).read_text())
         assert report["served"]["tokens"] == served["choices"][0]["token_ids"] == [7] * 6
