@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -690,6 +690,30 @@ def test_the_config_is_checked() -> None:
             ServerConfig(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"log_level = 'loud'.*warning"):
         serve(LLM(TableModel(), cache_memory="1MiB"), "text", "loud", None)
+
+
+def test_a_stream_begins_with_the_first_tokens() -> None:
+    """Whoever hedges or measures takes the first event for a sign that the engine has begun."""
+    from faircopy.server.endpoints import Endpoints
+    from faircopy.server.engine_thread import Update
+    from faircopy.server.metrics import Metrics
+    from faircopy.server.protocol import ChatRequest
+    from faircopy.server.service import Service
+
+    begun: list[str] = []
+
+    class FirstTokens:
+        async def updates(self) -> AsyncIterator[dict[int, list[Update]]]:
+            begun.append("engine")
+            yield {0: [Update(tokens=(65,), finished="length")]}
+
+    async def run() -> None:
+        service = Service(table(), ServerConfig(), "table", Metrics)
+        writer = Endpoints(service).writer(ChatRequest.model_validate({"messages": HELLO, "max_tokens": 1}), "1")
+        events = [e async for e in writer.events(FirstTokens(), lambda error: {}) if begun]  # type: ignore[arg-type]
+        assert len(events) == 3 and b'"role":"assistant"' in events[0] and b"length" in events[1]
+
+    asyncio.run(run())
 
 
 def test_slow_readers_do_not_hold_up_others() -> None:
