@@ -265,6 +265,9 @@ def batch(
     pipeline_parallel: PipelineParallel = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Several engines on ray.data.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="With --ray: engines.")] = 1,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; its folder's name if left out.")
+    ] = None,
 ) -> None:
     """Answer a file of requests. Killed and started again it goes on where it was."""
     from faircopy.terminal.batch import answers_of, run
@@ -276,7 +279,7 @@ def batch(
     file = BatchFile(requests, out)
     options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
-    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None)):
+    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name)):
         raise typer.Exit(1)
 
 

@@ -75,8 +75,10 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
         request("wrong", prompt="x", temprature=1),
         request("streamed", prompt="x", stream=True),
         request("model", prompt="x", model="gpt-9"),
+        request("named", prompt="x", model="gpt-5", max_tokens=1),
+        request("whole id", prompt="x", model=bundled.target(), max_tokens=1),
     ]
-    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", "--name", "gpt-5")
     assert done.exit_code == 1 and "3 requests were refused" in done.stderr
     again = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert again.exit_code == 1 and "3 requests were refused" in again.stderr  # the same, with nothing left to do
@@ -85,6 +87,7 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
     assert {name: found[name]["status_code"] for name in ("wrong", "streamed", "model")} == {
         "wrong": 400, "streamed": 400, "model": 404,
     }  # fmt: skip
+    assert found["named"]["status_code"] == found["whole id"]["status_code"] == 200
     assert "temperature" in found["wrong"]["body"]["error"]["message"]
     assert len(found["chat"]["body"]["choices"]) == 2
     llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")

@@ -27,8 +27,9 @@ UNLIMITED = 1 << 40
 class Offline:
     """One engine and its thread; lines are answered as they are brought."""
 
-    def __init__(self, llm: LLM) -> None:
-        config = ServerConfig(max_queue=UNLIMITED, vllm_metrics=False, spec_metrics="none")
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        """name: what requests call the model."""
+        config = ServerConfig(name=name, max_queue=UNLIMITED, vllm_metrics=False, spec_metrics="none")
         self._service = Service(llm, config, served_name(llm, config), Metrics)
         self._endpoints = Endpoints(self._service)
 

@@ -80,7 +80,7 @@ class Reader:
         return self._llm.chat_prompt([plain_message(message) for message in messages], **more)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._name:
+        if name not in (None, self._name, self._llm.model.name):  # the last one: a hub's whole id
             raise ApiError(404, f"model = {name!r}: not served here; use {self._name!r}", "model", "model_not_found")
 
     def _check(self, body: Sampling) -> None:

@@ -18,17 +18,22 @@ Json = dict[str, Any]
 Answers = Callable[[Iterable[Json]], AsyncGenerator[Json]]
 
 
-def answers_of(file: BatchFile, make: Callable[[], Any], together: int, replicas: int | None) -> Answers:
-    """One engine in this process, or several on Ray. make: loads the engine's LLM; together: requests in work."""
+def answers_of(
+    file: BatchFile, make: Callable[[], Any], together: int, replicas: int | None, name: str | None
+) -> Answers:
+    """One engine in this process, or several on Ray.
+
+    make: loads the engine's LLM; together: requests in work; name: what requests call the model.
+    """
     require_packages("batch")
     if replicas is not None:
         require_ray()
         from faircopy.ray.batch import answers
 
-        return lambda lines: answers(file.requests, file.answered_ids, make, together, replicas)
+        return lambda lines: answers(file.requests, file.answered_ids, make, together, replicas, name)
     from faircopy.server.offline import Offline
 
-    return lambda lines: Offline(make()).answers(lines, together)
+    return lambda lines: Offline(make(), name).answers(lines, together)
 
 
 def run(file: BatchFile, answers: Answers) -> bool:
