@@ -170,6 +170,12 @@ def test_predictions_weigh_what_a_head_costs() -> None:
     assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
 
 
+def test_no_more_tokens_are_accepted_than_drafted() -> None:
+    fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
+    best = predict(fits, {2: 0.9}, costs(1e-9), 1, 1e6, True).best
+    assert fits[0].law(best.point) > 3 and best.accepted == best.accepted_interval.high == 2
+
+
 def test_predictions_say_when_they_extrapolate() -> None:
     results = results_of(LOG, POINTS)
     fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)

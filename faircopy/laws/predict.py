@@ -142,7 +142,8 @@ def _candidate(
 
     intervals = [found.interval(point, single=True) for found in fits]
     ends = min(one.low for one in intervals), max(one.high for one in intervals)
-    accepted, low, high = (kept[nodes] * min(max(value, 0.0), CHAIN) for value in (fits[0].law(point), *ends))
+    likely = (kept[nodes] * min(max(value, 0.0), CHAIN) for value in (fits[0].law(point), *ends))
+    accepted, low, high = (min(value, float(nodes)) for value in likely)  # a share of long drafts may be more than all
     return Candidate(
         point=point,
         nodes=nodes,
