@@ -53,6 +53,26 @@ def test_a_fleet_is_checked() -> None:
             Fleet(**{name: value})  # type: ignore[arg-type]
 
 
+def test_a_serve_config_is_read_as_the_command_lines_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.deployment import read_options
+
+    monkeypatch.setenv("FAIRCOPY_API_KEYS", "b")
+    server = {"api_keys": "a", "cors": ["http://x"], "audit_folder": "found", "max_queue": 3}
+    engine, config, fleet = read_options({"engine": {"target": "t", "tensor_parallel": 4}, "server": server})
+    assert (config.api_keys, config.cors, config.max_queue) == (("a", "b"), ("http://x",), 3)
+    assert config.audit_folder == Path("found") and fleet.devices == 4 and engine["drafter_per_request"]
+    assert read_options({"engine": {"target": "t"}, "fleet": {"devices": 2}})[2].devices == 2
+    for options, named in (
+        ({}, "engine.target"),
+        ({"engine": {"target": "t"}, "server": {"max_qeue": 1}}, "max_queue"),
+        ({"engine": {"target": "t"}, "fleet": {"replica": 1}}, "replicas"),
+        ({"engin": {}}, "engine"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            read_options(options)
+
+
 def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.asgi import Head

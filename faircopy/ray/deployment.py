@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from faircopy.config import refuse_unknown
 from faircopy.errors import ConfigError
 from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
@@ -35,7 +37,7 @@ from faircopy.server import relay
 from faircopy.server.answers import DONE
 from faircopy.server.app import create_app
 from faircopy.server.endpoints import BODIES
-from faircopy.server.settings import ServerConfig
+from faircopy.server.settings import ServerConfig, read_keys
 
 log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
@@ -242,10 +244,25 @@ def _signalled() -> threading.Event:
 
 def build(options: Json) -> serve.Application:
     """For `serve run` and serve_config.yaml: the options of LLM under `engine`, of the server and of the fleet."""
-    engine = {"target": None, "drafter_per_request": True, **options.get("engine", {})}
-    config = ServerConfig(**options.get("server", {}))
-    fleet = Fleet(**options.get("fleet", {}))
+    engine, config, fleet = read_options(options)
     return application(partial(LLM, **engine), config, fleet, engine.get("max_batch", 64) + config.max_queue)
+
+
+def read_options(options: Json) -> tuple[Json, ServerConfig, Fleet]:
+    """What a serve_config.yaml says; API keys come from the environment too, as for `faircopy serve`."""
+    refuse_unknown("args", options, ("engine", "server", "fleet"))
+    engine, server, fleet = (dict(options.get(part) or {}) for part in ("engine", "server", "fleet"))
+    refuse_unknown("server", server, ServerConfig.__dataclass_fields__)
+    refuse_unknown("fleet", fleet, Fleet.__dataclass_fields__)
+    if engine.get("target") is None:
+        raise ConfigError("engine.target", None, "not given", "name a folder or a hub id")
+    for name in {"api_keys", "cors"} & server.keys():
+        server[name] = tuple(server[name].split() if isinstance(server[name], str) else server[name])
+    if "audit_folder" in server:
+        server["audit_folder"] = Path(server["audit_folder"])
+    server["api_keys"] = (*server.get("api_keys", ()), *read_keys(None))
+    devices = engine.get("tensor_parallel", 1) * engine.get("pipeline_parallel", 1)
+    return {"drafter_per_request": True, **engine}, ServerConfig(**server), Fleet(**{"devices": devices, **fleet})
 
 
 def _object(content: bytes) -> Json | None:
