@@ -203,6 +203,7 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
     ("changes", "problem"),
     [
         ({"steps": 0}, "--steps = 0: below 1"),
+        ({"lr": float("nan")}, "--lr = nan: not a learning rate"),
         ({"length": 3}, "below 16"),
         ({"precision": "int4"}, "use one of auto"),
         ({"rows": 4000}, "less than one batch"),

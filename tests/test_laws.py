@@ -279,4 +279,6 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
         assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
     assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
     assert "results are of bundled" in capsys.readouterr().err
-    assert call(monkeypatch, *run, "--length", "8") == 2
+    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan"):
+        assert call(monkeypatch, *run, *wrong.split()) == 2
+        assert wrong.split()[0] in capsys.readouterr().err
