@@ -418,6 +418,11 @@ def test_pages_of_other_origins_may_call_only_if_asked() -> None:
     with serving(table(), cors=("https://a.example",)) as server:
         found = server.http.options(COMPLETIONS, headers=headers).headers
         assert found["access-control-allow-origin"] == "https://a.example"
+    with serving(table(), cors=("https://a.example",), api_keys=("a",)) as server:
+        refused = server.http.get("/v1/models", headers=headers)  # a page is told that it needs a key
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        refused = server.http.get("/v1/models", headers={"Origin": "https://b.example"})
+        assert refused.status_code == 401 and "access-control-allow-origin" not in refused.headers
 
 
 # Under load.
