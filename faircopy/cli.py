@@ -270,17 +270,19 @@ def batch(
     ] = None,
 ) -> None:
     """Answer a file of requests. Killed and started again it goes on where it was."""
+    from faircopy.files import exclusive
     from faircopy.terminal.batch import answers_of, run
     from faircopy.terminal.batch_file import BatchFile
 
     if not ray:
         _refuse_without("--replicas", replicas if replicas > 1 else None, "--ray")
     writable("--out", out)
-    file = BatchFile(requests, out)
     options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
-    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name)):
-        raise typer.Exit(1)
+    with exclusive("--out", out):  # of two runs at once, both would answer what is missing
+        file = BatchFile(requests, out)
+        if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name)):
+            raise typer.Exit(1)
 
 
 @app.command(cls=Command)

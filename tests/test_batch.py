@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from faircopy import LLM, SamplingParams, bundled, cli
 from faircopy.errors import ConfigError, OutputError, RankError
+from faircopy.files import exclusive
 from faircopy.server.offline import Offline
 from faircopy.terminal.batch import Answers
 from faircopy.terminal.batch import run as batch_run
@@ -185,6 +186,14 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, problem: 
     with pytest.raises(ConfigError, match=problem) as refused:
         BatchFile(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert "in.jsonl:" in str(refused.value)
+
+
+def test_two_runs_at_once_do_not_answer_everything_twice(tmp_path: Path) -> None:
+    requests, out = write(tmp_path / "in.jsonl", stories(1, 4)), tmp_path / "out.jsonl"
+    with exclusive("--out", out):
+        second = run(requests, out)
+    assert isinstance(second.exception, ConfigError) and "another process writes it" in str(second.exception)
+    assert not out.exists()
 
 
 def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
