@@ -450,7 +450,7 @@ def test_an_interruption_anywhere_is_one_line(call, monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("faircopy.build.load_model", interrupted)
+    monkeypatch.setattr("faircopy.build._loaded_once", interrupted)  # another test may have the model in use
     for command in (("chat",), ("generate", "a"), ("audit",), ("demo",)):
         code, _, err = call(*command)
         assert (code, err.strip().splitlines()[-1]) == (1, "interrupted")

@@ -127,7 +127,7 @@ def test_a_replica_ends_when_its_engine_does_before_a_client_hears_of_it(monkeyp
 
     with pytest.raises(Ended):
         asyncio.run(run())
-    assert len(seen) > 1 and not any(b"error" in piece for piece in seen[1:])
+    assert not any(b"error" in piece for piece in seen[1:])  # the head comes first, if anything does
 
 
 def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
