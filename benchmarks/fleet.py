@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -255,17 +256,33 @@ def plot(rows: list[dict[str, Any]], load: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    above_zero(text)
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10, 100, 1000, 10_000])
-    parser.add_argument("--load", type=float, default=0.7, help="share of the fleet's capacity")
-    parser.add_argument("--price", type=float, default=3.0, help="of a replica's hour")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at most")
-    parser.add_argument("--requests", type=int, default=20_000, help="of one simulation, about; four seconds at least")
-    parser.add_argument("--tick", type=float, default=0.005, help="seconds")
+    parser.add_argument("--sizes", type=count, nargs="+", default=[1, 10, 100, 1000, 10_000])
+    parser.add_argument("--load", type=above_zero, default=0.7, help="share of the fleet's capacity")
+    parser.add_argument("--price", type=above_zero, default=3.0, help="of a replica's hour")
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="of arrivals at most")
+    parser.add_argument(
+        "--requests", type=count, default=20_000, help="of one simulation, about; four seconds at least"
+    )
+    parser.add_argument("--tick", type=above_zero, default=0.005, help="seconds")
     parser.add_argument("--out", type=Path, help="folder for fleet.json and fleet.png")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.check and args.out is not None:
+        parser.error("--out is for a sweep; leave out --check")
     rows = []
     for found in check() if args.check else sweep(args):
         rows.append(found)

@@ -212,9 +212,7 @@ def serve(
         float, typer.Option(help="Share of the requests that are run again, plainly, in idle time.")
     ] = 0.0,
     audit_folder: Annotated[Path, typer.Option(help="Where a mismatch is written.")] = Path("faircopy-mismatches"),
-    spec_metrics: Annotated[
-        str, typer.Option("--per-request-spec-decode-metrics", help="none, summary or detailed.")
-    ] = "summary",
+    per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "summary",
     vllm_metrics: Annotated[bool, typer.Option(help="Counters under vLLM's names too.")] = True,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -237,7 +235,8 @@ def serve(
     server: dict[str, Any] = dict(  # noqa: C408
         host=host, port=port, name=name, cors=tuple(cors or ()), max_queue=max_queue, max_body=max_body,
         max_prompt=max_prompt, max_prompts=max_prompts, max_n=max_n, deadline=deadline, drain=drain,
-        shadow_audit=shadow_audit, audit_folder=audit_folder, spec_metrics=spec_metrics, vllm_metrics=vllm_metrics,
+        shadow_audit=shadow_audit, audit_folder=audit_folder, vllm_metrics=vllm_metrics,
+        spec_metrics=per_request_spec_decode_metrics,
     )  # fmt: skip
     if replicas == 1 and max_replicas is None:
         _refuse_without("--hedge", hedge, "--replicas or --max-replicas")
@@ -266,19 +265,24 @@ def batch(
     pipeline_parallel: PipelineParallel = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Several engines on ray.data.")] = False,
     replicas: Annotated[int, typer.Option(min=1, help="With --ray: engines.")] = 1,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; its folder's name if left out.")
+    ] = None,
 ) -> None:
     """Answer a file of requests. Killed and started again it goes on where it was."""
+    from faircopy.files import exclusive
     from faircopy.terminal.batch import answers_of, run
     from faircopy.terminal.batch_file import BatchFile
 
     if not ray:
         _refuse_without("--replicas", replicas if replicas > 1 else None, "--ray")
     writable("--out", out)
-    file = BatchFile(requests, out)
     options = _engine_options(dtype, device, memory, threads, exact, tensor_parallel, pipeline_parallel)
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
-    if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None)):
-        raise typer.Exit(1)
+    with exclusive("--out", out):  # of two runs at once, both would answer what is missing
+        file = BatchFile(requests, out)
+        if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name)):
+            raise typer.Exit(1)
 
 
 @app.command(cls=Command)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from faircopy.errors import OutputError
+from faircopy.errors import ConfigError, OutputError
+
+_BLOCK = 1 << 16  # bytes that are read at once, from the end of a file
 
 
 def append_line(field: str, path: Path, line: str, again: str = "run it again") -> None:
@@ -20,6 +24,39 @@ def append_line(field: str, path: Path, line: str, again: str = "run it again") 
             os.close(file)
     except OSError as error:
         raise _failed(field, path, error, f"the lines before this one are kept; free some space and {again}") from error
+
+
+@contextmanager
+def exclusive(field: str, path: Path) -> Iterator[None]:
+    """Refuse a file that another process holds in the same way. A device or a pipe is nobody's."""
+    if not replaceable(path):
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem, remedy = "another process writes it", "wait for its end, or pass another file"
+            raise ConfigError(field, str(path), problem, remedy) from None
+        try:
+            yield
+        finally:
+            if not file.seek(0, os.SEEK_END):
+                path.unlink(missing_ok=True)  # nothing came of it
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Cut off a last line that a kill has left without its end, so that the next line is not appended to it."""
+    with path.open("rb+") as file:
+        begin = file.seek(0, os.SEEK_END)
+        found = -1  # the last end of a line, in the block that begins there
+        while begin and found < 0:
+            end, begin = begin, max(0, begin - _BLOCK)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+        file.truncate(begin + found + 1)
 
 
 def replace_text(field: str, path: Path, text: str) -> None:

@@ -17,8 +17,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from faircopy import LLM, SamplingParams, bundled, cli
-from faircopy.errors import ConfigError
+from faircopy.errors import ConfigError, OutputError, RankError
+from faircopy.files import exclusive
+from faircopy.server.offline import Offline
+from faircopy.terminal.batch import Answers
+from faircopy.terminal.batch import run as batch_run
 from faircopy.terminal.batch_file import BatchFile
+from faircopy.testing import ByteTokenizer, TableModel
 
 COMMAND = ["batch", "--threads", "1", "--dtype", "float32"]
 KILLED_AFTER_8 = """
@@ -71,14 +76,19 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
         request("wrong", prompt="x", temprature=1),
         request("streamed", prompt="x", stream=True),
         request("model", prompt="x", model="gpt-9"),
+        request("named", prompt="x", model="gpt-5", max_tokens=1),
+        request("whole id", prompt="x", model=bundled.target(), max_tokens=1),
     ]
-    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", "--name", "gpt-5")
     assert done.exit_code == 1 and "3 requests were refused" in done.stderr
+    again = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert again.exit_code == 1 and "3 requests were refused" in again.stderr  # the same, with nothing left to do
     found = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
     assert len(found) == len(lines)
     assert {name: found[name]["status_code"] for name in ("wrong", "streamed", "model")} == {
         "wrong": 400, "streamed": 400, "model": 404,
     }  # fmt: skip
+    assert found["named"]["status_code"] == found["whole id"]["status_code"] == 200
     assert "temperature" in found["wrong"]["body"]["error"]["message"]
     assert len(found["chat"]["body"]["choices"]) == 2
     llm = LLM(bundled.target(), dtype="float32", threads=1, cache_memory="16MiB")
@@ -114,10 +124,57 @@ def texts(answers: list[dict[str, Any]]) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
 
 
+def test_what_the_engine_failed_at_is_answered_by_the_next_run(tmp_path: Path) -> None:
+    """A step that fails, and an engine that ends: neither is an answer."""
+    requests, out = (
+        write(tmp_path / "in.jsonl", [request(f"r{n}", prompt=[n], max_tokens=4) for n in range(9)]),
+        tmp_path / "out",
+    )
+
+    def answers(error: type[Exception] | None) -> Answers:
+        llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB", drafter_per_request=True)
+        step, left = llm.engine.step, iter(range(6, 0, -1))
+
+        def fail_later() -> Any:
+            if error is not None and not next(left, 0):
+                raise error("rank", 1, "died", "start again")
+            return step()
+
+        llm.engine.step = fail_later  # type: ignore[method-assign]
+        return lambda lines: Offline(llm).answers(lines, 2)
+
+    for error, missing in ((RankError, True), (OutputError, True), (None, False)):
+        file = BatchFile(requests, out)
+        before = file.answered
+        assert batch_run(file, answers(error)) is not missing
+        assert file.answered > before and (file.answered < 9) is missing and not file.refused
+    assert sorted(line["custom_id"] for line in read(out)) == [f"r{n}" for n in range(9)]
+    assert {line["response"]["status_code"] for line in read(out)} == {200}
+
+
+def test_answers_to_a_request_that_has_changed_or_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
+    lines, out = [request("a", prompt=[1], max_tokens=2), request("b", prompt=[2], max_tokens=2)], tmp_path / "out"
+
+    def answered(requests: list[dict[str, Any]], **options: Any) -> bool:
+        llm = LLM(TableModel(**options), tokenizer=ByteTokenizer(), cache_memory="1MiB", drafter_per_request=True)
+        llm.model.name = f"table {options}"
+        return batch_run(
+            BatchFile(write(tmp_path / "in.jsonl", requests), out), lambda lines: Offline(llm).answers(lines, 2)
+        )
+
+    assert answered(lines[:1])
+    with pytest.raises(ConfigError, match=r"out:1.*'a', which has changed"):
+        answered([request("a", prompt=[1], max_tokens=3), lines[1]])
+    with pytest.raises(ConfigError, match="another target"):
+        answered(lines, context=99)
+    assert answered(lines) and len(read(out)) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "custom_id"),
         ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "not served"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "body"),
@@ -129,6 +186,14 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, problem: 
     with pytest.raises(ConfigError, match=problem) as refused:
         BatchFile(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert "in.jsonl:" in str(refused.value)
+
+
+def test_two_runs_at_once_do_not_answer_everything_twice(tmp_path: Path) -> None:
+    requests, out = write(tmp_path / "in.jsonl", stories(1, 4)), tmp_path / "out.jsonl"
+    with exclusive("--out", out):
+        second = run(requests, out)
+    assert isinstance(second.exception, ConfigError) and "another process writes it" in str(second.exception)
+    assert not out.exists()
 
 
 def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:

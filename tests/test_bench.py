@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import broken
+from benchmarks import broken, fleet
 from benchmarks.strategies import main as strategies
 from faircopy import __version__, bundled
 from faircopy.bench import record as provenance
@@ -301,3 +301,18 @@ def test_the_verdict_counts_texts_and_those_of_ragged() -> None:
         "15 of 16 texts equal plain decoding (8 of 8 with ragged)"
     )
     assert verdict([record(3, 4)], []) == "3 of 4 texts equal plain decoding"
+
+
+def test_a_simulated_replica_is_as_fast_as_the_measured_one() -> None:
+    for case in fleet.check():
+        assert case["tokens_per_s"]["simulated"] == pytest.approx(case["tokens_per_s"]["measured"], rel=0.05)
+        assert case["first_ms_p50"]["simulated"] < case["first_ms_p50"]["measured"]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--sizes 0", "--load 0", "--price nan", "--tick 0", "--requests 0.5", "--check --out x"]
+)
+def test_a_fleet_that_cannot_be_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fleet.main(wrong.split())
+    assert wrong.split()[-2 if "check" not in wrong else 1] in capsys.readouterr().err

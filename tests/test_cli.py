@@ -20,7 +20,7 @@ from faircopy import LLM, ConfigError, RequestError, SamplingParams, bundled, cl
 from faircopy.audit.models import audit_models
 from faircopy.audit.report import Report
 from faircopy.errors import OutputError
-from faircopy.files import replace_text
+from faircopy.files import cut_unfinished_line, replace_text
 from faircopy.terminal.chat import chat
 from faircopy.terminal.demo import choose_prompts, demo
 from faircopy.terminal.options import SAMPLING
@@ -225,6 +225,15 @@ def test_without_space_a_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, t
         replace_text("--out", file, "new")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("rest", [0, 1, (1 << 16) - 1, 1 << 16, 200_000])
+@pytest.mark.parametrize("whole", ["", "one\n", "one\n\ntwo\n"])
+def test_a_line_without_its_end_is_cut_off(tmp_path: Path, whole: str, rest: int) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text(whole + "x" * rest)
+    cut_unfinished_line(file)
+    assert file.read_text() == whole
 
 
 @pytest.mark.parametrize(

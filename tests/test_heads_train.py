@@ -187,6 +187,14 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
     for answer in llm.generate(["The cat", "The dog"], SamplingParams(max_tokens=12)):
         row = answer.prompt_token_ids + answer.token_ids
         assert any(tokens[n : n + len(row)] == row for n in range(len(tokens)))
+    other = tmp_path / "other.txt"
+    other.write_text("The dog was red.")
+    with monkeypatch.context() as killed:
+        killed.setattr("numpy.save", lambda *args: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            corpus(target, [other], how, tmp_path / "tokens.npy")
+    assert not (tmp_path / "tokens.json").exists()  # what the file of tokens holds then is not known
+    assert corpus(target, [file], how, tmp_path / "tokens.npy").tolist() == tokens
     monkeypatch.setattr(LLM, "generate", lambda *args: pytest.fail("answered twice"))
     assert corpus(target, [file], how, tmp_path / "tokens.npy").tolist() == tokens
 
@@ -195,6 +203,7 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
     ("changes", "problem"),
     [
         ({"steps": 0}, "--steps = 0: below 1"),
+        ({"lr": float("nan")}, "--lr = nan: not a learning rate"),
         ({"length": 3}, "below 16"),
         ({"precision": "int4"}, "use one of auto"),
         ({"rows": 4000}, "less than one batch"),

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
 from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
+from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
-from faircopy.laws.points import Point, Result, append_result, grid, read_results
+from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
 from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
 from faircopy.laws.run import GridRun
 from faircopy.model.loader import load_model, load_stock
@@ -168,6 +170,12 @@ def test_predictions_weigh_what_a_head_costs() -> None:
     assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
 
 
+def test_no_more_tokens_are_accepted_than_drafted() -> None:
+    fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
+    best = predict(fits, {2: 0.9}, costs(1e-9), 1, 1e6, True).best
+    assert fits[0].law(best.point) > 3 and best.accepted == best.accepted_interval.high == 2
+
+
 def test_predictions_say_when_they_extrapolate() -> None:
     results = results_of(LOG, POINTS)
     fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
@@ -178,7 +186,7 @@ def test_predictions_say_when_they_extrapolate() -> None:
 
 def test_times_are_read_and_refused() -> None:
     assert (parse_time("10h"), parse_time("1.5m"), parse_time("2d")) == (36000.0, 90.0, 172800.0)
-    for text in ("", "10", "h", "-1h", "0s"):
+    for text in ("", "10", "h", "-1h", "0s", "nanh", "infh"):
         with pytest.raises(ConfigError, match="45m or 10h"):
             parse_time(text)
 
@@ -189,9 +197,37 @@ def test_a_cut_line_is_left_out_and_a_foreign_file_refused(tmp_path: Path) -> No
         append_result(file, result)
     file.write_text(file.read_text() + '{"target": "bund')
     assert [result.point for result in read_results([file])] == POINTS[:3]
+    file.write_text(file.read_text() + "garbage}\n")
+    with pytest.raises(CheckpointError, match=r"results\.jsonl:4.*laws run"):
+        read_results([file])
     file.write_text('{"name": 3}\n')
     with pytest.raises(CheckpointError, match="laws run"):
         read_results([file])
+
+
+def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> None:
+    known = [replace(result, settings={"lr": 1e-3}) for result in results_of(LOG, POINTS[:3])]
+    refuse_other_settings(Path("grid"), known, {"lr": 1e-3, "rows": 4})
+    with pytest.raises(ConfigError, match=r"--lr = 0.5: grid has heads with 0.001"):
+        refuse_other_settings(Path("grid"), known, {"lr": 0.5})
+    fewer = {MAIN: {"tokens": [1, 2], "cycles": [2, 2]}}
+    with pytest.raises(ConfigError, match="different prompts"):
+        laws_report.report([*known, replace(known[0], measures=fewer)], MAIN)
+
+
+def test_a_head_without_an_accepted_token_says_nothing_of_smaller_trees() -> None:
+    results = results_of(LOG, POINTS[:3])
+    nothing = {name: {"tokens": [0], "cycles": [9]} for name in (MAIN, "tree 4, T=0")}
+    assert tree_shares([*results, replace(results[0], measures=nothing)]) == tree_shares(results)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', '{"rows": [{"x": 1}]}', "nothing"])
+def test_files_of_costs_and_times_that_cannot_be_used_are_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    for files in ({"costs": file}, {"times": file}):
+        with pytest.raises(CheckpointError, match=r"file\.json"):
+            costs_for(Serving(bundled.target(), 64, (1,), "h200", **files), results_of(LOG, POINTS[:3]))
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -209,11 +245,20 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
     prompts.write_text("".join(json.dumps({"prompt": prompt[:40]}) + "\n" for prompt in bundled.prompts()[:3]))
     run = ("run", "--data", str(text), "--prompts", str(prompts), "--out", str(out), "--smallest", "256", "--rows", "2")
     run += ("--length", "64", "--new", "16", "--seeds", "1", "--device", "cpu")
+
+    def append_behind_head(path: Path, result: Result) -> None:
+        """A kill between the two must not lose the best head: its result would keep it from being trained again."""
+        assert load_head(str(out / "best"), load_model(bundled.target(), None, CPU))
+        append_result(path, result)
+
     with monkeypatch.context() as patched:
         patched.setattr(GridRun, "_expected", lambda run, point: math.inf if run._seconds else 0.0)
+        patched.setattr("faircopy.laws.run.append_result", append_behind_head)
         assert call(patched, *run, "--layers", "1", "--budget", "20m") == 0
     begun = read_results([out / "results.jsonl"])
     assert len(begun) == 1 and "left out, no time" in capsys.readouterr().out
+    with (out / "results.jsonl").open("a") as lines:
+        lines.write('{"target": "bundled", "tok')  # a line that a kill cut
     assert call(monkeypatch, *run, "--layers", "1", "--layers", "2", "--budget", "20m") == 0
     results = read_results([out / "results.jsonl"])
     assert results[: len(begun)] == begun and {result.layers for result in results} == {1, 2}
@@ -234,4 +279,6 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
         assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
     assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
     assert "results are of bundled" in capsys.readouterr().err
-    assert call(monkeypatch, *run, "--length", "8") == 2
+    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan"):
+        assert call(monkeypatch, *run, *wrong.split()) == 2
+        assert wrong.split()[0] in capsys.readouterr().err

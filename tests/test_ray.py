@@ -44,6 +44,35 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_replica_is_busier() ->
     assert prefix_keys({"messages": talk})[0] == prefix_keys({"messages": [*talk, *talk]})[0]
 
 
+def test_a_fleet_is_checked() -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.deployment import Fleet
+
+    for name, value in {"replicas": 0, "max_replicas": 0, "hedge": float("nan")}.items():
+        with pytest.raises(ValueError, match=name):
+            Fleet(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_serve_config_is_read_as_the_command_lines_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.ray.deployment import read_options
+
+    monkeypatch.setenv("FAIRCOPY_API_KEYS", "b")
+    server = {"api_keys": "a", "cors": ["http://x"], "audit_folder": "found", "max_queue": 3}
+    engine, config, fleet = read_options({"engine": {"target": "t", "tensor_parallel": 4}, "server": server})
+    assert (config.api_keys, config.cors, config.max_queue) == (("a", "b"), ("http://x",), 3)
+    assert config.audit_folder == Path("found") and fleet.devices == 4 and engine["drafter_per_request"]
+    assert read_options({"engine": {"target": "t"}, "fleet": {"devices": 2}})[2].devices == 2
+    for options, named in (
+        ({}, "engine.target"),
+        ({"engine": {"target": "t"}, "server": {"max_qeue": 1}}, "max_queue"),
+        ({"engine": {"target": "t"}, "fleet": {"replica": 1}}, "replicas"),
+        ({"engin": {}}, "engine"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            read_options(options)
+
+
 def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.asgi import Head
@@ -62,6 +91,43 @@ def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
     asyncio.run(run())
     with pytest.raises(RuntimeError, match="ended"):
         replica.check_health()
+
+
+def test_a_replica_ends_when_its_engine_does_before_a_client_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams go on from another replica, as those of a process that was killed do."""
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from faircopy.errors import RankError
+    from faircopy.ray import deployment
+    from faircopy.server.settings import ServerConfig
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(deployment.os, "_exit", end)
+    llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB")
+    replica = deployment.Replica(lambda: llm, ServerConfig())
+    step, left = llm.engine.step, iter(range(3, 0, -1))
+
+    def die_later() -> Any:
+        if not next(left, 0):
+            raise RankError("rank", 1, "died", "start again")
+        return step()
+
+    llm.engine.step = die_later  # type: ignore[method-assign]
+    seen: list[Any] = []
+
+    async def run() -> None:
+        body = {"prompt": [1], "max_tokens": 9, "stream": True, "ignore_eos": True}
+        headers = [(b"content-type", b"application/json")]
+        async for piece in replica.answer("POST", "/v1/completions", headers, body):
+            seen.append(piece)
+
+    with pytest.raises(Ended):
+        asyncio.run(run())
+    assert not any(b"error" in piece for piece in seen[1:])  # the head comes first, if anything does
 
 
 def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
@@ -145,6 +211,7 @@ def test_the_ingress_answers_as_a_server_does(fleet: Any) -> None:
         assert client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "n": 99}).status_code == 400
         broken = client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
         assert broken.json()["error"]["code"] == "invalid_json"
+        assert client.post(COMPLETIONS, content=b"[" * 100_000).status_code == 400
 
 
 def test_32_streams_survive_a_replica_that_is_killed(fleet: Any) -> None:

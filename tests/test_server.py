@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.model.loader import load_tokenizer
 from faircopy.server.settings import ServerConfig
-from faircopy.terminal.serve import check_port
+from faircopy.terminal.serve import check_port, serve
 from faircopy.testing import ByteTokenizer, TableModel
 from tests.server_helpers import PATIENCE, Running, serving, wait_until
 
@@ -246,10 +246,28 @@ def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
         assert streamed["delta"]["tool_calls"][0]["function"] == call and streamed["finish_reason"] == "tool_calls"
 
 
+def test_schemas_of_tools_may_refer_to_their_own_definitions(server: Running) -> None:
+    """Each to its own, as pydantic writes them."""
+    tools = []
+    for name, value in (("first", {"const": "Bonn"}), ("second", {"type": "boolean"})):
+        schema = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"], "$defs": {"X": value}}
+        tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    for name, values in (("first", ["Bonn"]), ("second", [True, False])):
+        choice = {"type": "function", "function": {"name": name}}
+        body = {"messages": HELLO, "tools": tools, "temperature": 0}
+        call = server.post(CHAT, **body, tool_choice=choice)["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert json.loads(call["arguments"])["x"] in values
+    call = server.post(CHAT, **body, tool_choice="required")["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"])["x"] in {"first": ["Bonn"], "second": [True, False]}[call["name"]]
+
+
 def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None:
     from faircopy.model.loader import response_template
+    from faircopy.server.answers import ChatShape
+    from faircopy.server.engine_thread import Update
     from faircopy.server.protocol import ChatRequest
     from faircopy.server.tools import ToolReader
+    from faircopy.server.writing import Choice, TokenNames
 
     assert response_template(bundled.target(), llm.tokenizer) is None
     template = {
@@ -274,6 +292,11 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
     message, called = reader.message("", prompt, ids(f"<think>Where?</think>{call}", add_special_tokens=False))
     assert called and message["reasoning_content"] == "Where?"
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    choice = Choice(llm, llm.request(prompt, SamplingParams(max_tokens=99)), 0)
+    text = ids(f"<think>Where?</think>{call}", add_special_tokens=False)
+    piece = choice.take([Update(tokens=tuple(text), finished="stop")])
+    streamed = ChatShape(body, reader, TokenNames(llm)).delta(choice, piece)["delta"]
+    assert streamed["reasoning_content"] == "Where?" and streamed["tool_calls"][0]["index"] == 0
     message, called = reader.message("x", prompt, ids("It rains.", add_special_tokens=False))
     assert not called and message["content"] == "It rains."
     assert not ToolReader(body, llm.tokenizer, None).active
@@ -303,6 +326,8 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
         (CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
         (CHAT, {"messages": HELLO, "skip_special_tokens": False}, "skip_special_tokens"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [5000]}, "tokens"),
     ],
@@ -312,6 +337,11 @@ def test_bad_requests_name_the_field(server: Running, path: str, body: dict[str,
     assert (
         error["param"] == param and error["type"] == "invalid_request_error" and param.split(".")[0] in error["message"]
     )
+
+
+def test_a_field_of_several_forms_is_refused_for_what_is_wrong_with_the_one_given(server: Running) -> None:
+    assert "16 items" in server.fails(COMPLETIONS, 400, prompt=STORY, stop=["a"] * 17)["message"]
+    assert "1 item" in server.fails(COMPLETIONS, 400, prompt=[])["message"]
 
 
 def test_a_misspelt_field_is_refused_with_the_nearest_one(server: Running) -> None:
@@ -388,6 +418,11 @@ def test_pages_of_other_origins_may_call_only_if_asked() -> None:
     with serving(table(), cors=("https://a.example",)) as server:
         found = server.http.options(COMPLETIONS, headers=headers).headers
         assert found["access-control-allow-origin"] == "https://a.example"
+    with serving(table(), cors=("https://a.example",), api_keys=("a",)) as server:
+        refused = server.http.get("/v1/models", headers=headers)  # a page is told that it needs a key
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        refused = server.http.get("/v1/models", headers={"Origin": "https://b.example"})
+        assert refused.status_code == 401 and "access-control-allow-origin" not in refused.headers
 
 
 # Under load.
@@ -579,7 +614,8 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         for n in range(5):
             body = {"prompt": "abcabc", "max_tokens": 24, "seed": n, "stop": ["q"]}
             server.post(COMPLETIONS, **body)
-        wait_until(lambda: server.service.audit.checked == 5)
+        server.events(COMPLETIONS, **body, continued=[{"token_ids": [9, 9]}])  # what a client says it has is not ours
+        wait_until(lambda: server.service.audit.checked == 6)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 0
         choose = llm.engine.verifier.judge
         broken = threading.Event()
@@ -593,7 +629,7 @@ def test_the_shadow_audit_runs_answers_again_and_reports_what_differs(tmp_path: 
         finish = server.service.audit.consider
         server.service.audit.consider = lambda seq: (broken.set(), finish(seq))  # type: ignore
         served = server.post(COMPLETIONS, prompt="abc", max_tokens=6, temperature=0, return_token_ids=True)
-        wait_until(lambda: server.service.audit.checked == 6)
+        wait_until(lambda: server.service.audit.checked == 7)
         assert server.metric("faircopy_shadow_audit_mismatches_total") == 1
         report = json.loads(next((tmp_path / "found").glob("mismatch-*.json")).read_text())
         assert report["served"]["tokens"] == served["choices"][0]["token_ids"] == [7] * 6
@@ -633,13 +669,15 @@ def test_options_come_from_the_command_line_the_environment_and_a_file(
     monkeypatch.setattr(cli, "_llm", lambda *args, **options: seen.update(options) or "llm")
     monkeypatch.setattr(serve, "serve", lambda llm, *rest, **options: seen.update(options))
     file = tmp_path / f"serve.{kind}"
-    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5}
+    detail = "per-request-spec-decode-metrics"
+    lines = {"max-queue": 3, "port": 1, "host": '"0.0.0.0"', "batch": 5, detail: '"none"', "cors": '"http://a"'}
     sign = ":" if kind == "yaml" else " ="
     file.write_text("".join(f"{name}{sign} {value}\n" for name, value in lines.items()))
     environment = {"FAIRCOPY_SERVE_PORT": "2", "FAIRCOPY_SERVE_HOST": "1.1.1.1", "FAIRCOPY_SERVE_DEADLINE": "9"}
     result = CliRunner().invoke(cli.app, ["serve", "--config", str(file), "--host", "::1"], env=environment)
     assert result.exit_code == 0, result.output
     assert (seen["max_batch"], seen["max_queue"], seen["port"], seen["host"], seen["deadline"]) == (5, 3, 2, "::1", 9.0)
+    assert seen["spec_metrics"] == "none" and seen["cors"] == ("http://a",)
     file.write_text(f"prot{sign} 1\n")
     assert "did you mean 'port'" in str(CliRunner().invoke(cli.app, ["serve", "--config", str(file)]).exception)
 
@@ -651,9 +689,36 @@ def test_the_config_is_checked() -> None:
         "max_queue": -1,
         "spec_metrics": "all",
         "max_prompt": 0,
+        "drain": float("nan"),
     }.items():
         with pytest.raises(ValueError, match=name):
             ServerConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"log_level = 'loud'.*warning"):
+        serve(LLM(TableModel(), cache_memory="1MiB"), "text", "loud", None)
+
+
+def test_a_stream_begins_with_the_first_tokens() -> None:
+    """Whoever hedges or measures takes the first event for a sign that the engine has begun."""
+    from faircopy.server.endpoints import Endpoints
+    from faircopy.server.engine_thread import Update
+    from faircopy.server.metrics import Metrics
+    from faircopy.server.protocol import ChatRequest
+    from faircopy.server.service import Service
+
+    begun: list[str] = []
+
+    class FirstTokens:
+        async def updates(self) -> AsyncIterator[dict[int, list[Update]]]:
+            begun.append("engine")
+            yield {0: [Update(tokens=(65,), finished="length")]}
+
+    async def run() -> None:
+        service = Service(table(), ServerConfig(), "table", Metrics)
+        writer = Endpoints(service).writer(ChatRequest.model_validate({"messages": HELLO, "max_tokens": 1}), "1")
+        events = [e async for e in writer.events(FirstTokens(), lambda error: {}) if begun]  # type: ignore[arg-type]
+        assert len(events) == 3 and b'"role":"assistant"' in events[0] and b"length" in events[1]
+
+    asyncio.run(run())
 
 
 def test_slow_readers_do_not_hold_up_others() -> None:

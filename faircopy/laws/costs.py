@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
@@ -22,6 +22,7 @@ from faircopy.model.shape import shape_of_checkpoint, shape_of_model
 from faircopy.planning.devices import Device, named_device
 from faircopy.planning.roofline import Roofline
 
+T = TypeVar("T")
 EFFICIENCY = 0.3  # of a device's matrix rate, assumed for training where none was measured
 
 
@@ -60,7 +61,7 @@ def _shape(serving: Serving, device: Device) -> ModelShape:
 
 def _target(serving: Serving, shape: ModelShape, device: Device, model: Model | None) -> tuple[Seconds, str]:
     if serving.costs is not None:
-        curve = CostTable.of_json(_rows(serving.costs)[0]).target
+        curve = _from_file(serving.costs, lambda rows: CostTable.of_json(rows[0]).target)
         return (lambda seqs, rows: curve(rows)), f"Target's passes: {serving.costs}."
     if model is None:
         roof = Roofline(shape, device, serving.context)
@@ -82,7 +83,8 @@ def _measured(model: Model, context: int) -> Curve:
 def _levels(serving: Serving, shape: ModelShape, device: Device, model: Model | None) -> tuple[dict[int, Curve], str]:
     """Seconds of one level of the draft by rows, for every depth."""
     if serving.times is not None:
-        return _curves(_rows(serving.times), serving.depths), f"Draft's levels: {serving.times}."
+        curves = _from_file(serving.times, lambda rows: _curves(rows, serving.depths))
+        return curves, f"Draft's levels: {serving.times}."
     if model is not None:
         rows = level_times(serving.target, model.token_weights(), serving.depths, model.device)
         return _curves(rows, serving.depths), "Draft's levels: measured on this machine."
@@ -98,6 +100,8 @@ def _paper_level(shape: ModelShape, layers: int, device: Device) -> Curve:
 
 def _curves(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[int, Curve]:
     found = {layers: [row for row in rows if row["layers"] == layers] for layers in depths}
+    if not any(found.values()):
+        raise ValueError(f"no times of {', '.join(map(str, depths))} layers")
     return {
         layers: Curve(tuple((row["rows"], 1e-3 * row["ms"]) for row in mine)) for layers, mine in found.items() if mine
     }
@@ -113,9 +117,9 @@ def _training(
     return (lambda layers: training_operations(shape, layers) / speed), said
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def _from_file(file: Path, read: Callable[[list[dict[str, Any]]], T]) -> T:
+    """What the rows of a result file say."""
     try:
-        rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-        return rows
-    except (OSError, ValueError, KeyError) as error:
+        return read(json.loads(file.read_text())["rows"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError("results", str(file), f"cannot be read ({error})", "pass a result file") from error

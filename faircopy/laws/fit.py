@@ -118,6 +118,9 @@ def fit(results: Sequence[Result], measure: str, form: Form, replicates: int = R
     if len({(p.tokens, p.layers) for p in points}) < 3:
         problem = f"{len(points)} heads with {measure!r} are too few for a law"
         raise ConfigError("results", measure, problem, "train at least three different points")
+    if len({len(result.measures[measure]["tokens"]) for result in known}) > 1:
+        problem = "heads were measured behind different prompts"
+        raise ConfigError("results", measure, problem, "fit those of one set of prompts")
     values = np.array([result.accepted(measure) for result in known])
     (law,) = fit_rows(points, values[None], form)
     residuals = values - np.array([law(point) for point in points])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,12 @@ from faircopy import bundled
 from faircopy.config import EngineConfig
 from faircopy.errors import ConfigError
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts
-from faircopy.laws.points import Point, Result, grid
+from faircopy.laws.points import CHAIN, Point, Result, grid
 from faircopy.laws.run import GridRun
 from faircopy.laws.states import CachedText
 from faircopy.llm import LLM
-from faircopy.model.loader import load_stock
+from faircopy.model.loader import find_checkpoint, load_config, load_stock
+from faircopy.model.transformers_backend import context_length
 from faircopy.train.corpus import Answering, corpus, read_documents
 from faircopy.train.heads import Teacher
 from faircopy.types import SamplingParams
@@ -54,6 +56,11 @@ class GridPlan:
                 raise ConfigError(f"--{name}", getattr(self, name), "below 1", "use 1 or more")
         if self.length < 16:
             raise ConfigError("--length", self.length, "below 16", "use 16 or more")
+        if self.new <= CHAIN:
+            raise ConfigError("--new", self.new, f"no draft of {CHAIN} tokens ends in it", f"use {CHAIN + 1} or more")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError("--lr", self.lr, "not a learning rate", "use a number above 0")
+        self._check_context()
         if not self.depths or min(self.depths) < 1:
             raise ConfigError("--layers", list(self.depths), "not numbers of layers", "use 1 or more")
         if self.smallest < self.rows * self.length:
@@ -64,6 +71,13 @@ class GridPlan:
         except OSError as error:
             raise ConfigError("--out", str(self.out), f"cannot be written ({error})", "choose another") from error
         return self
+
+    def _check_context(self) -> None:
+        context = context_length(load_config(find_checkpoint(self.target)))
+        for name in ("length", "new"):
+            if getattr(self, name) >= context - 1:
+                problem = f"does not fit the target's context of {context} tokens"
+                raise ConfigError(f"--{name}", getattr(self, name), problem, "lower it")
 
 
 def run_plan(plan: GridPlan, tell: Callable[[str], None] = print) -> list[Result]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faircopy.errors import CheckpointError
+from faircopy.errors import CheckpointError, ConfigError
 from faircopy.files import append_line
 
 CHAIN, TREE = 7, 60  # draft nodes of the two drafts that every head is measured with
@@ -38,6 +38,7 @@ class Result:
     train_seconds: float
     measure_seconds: float
     measures: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # that heads of one grid share
     origin: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,10 +75,29 @@ def read_results(paths: Iterable[Path]) -> list[Result]:
     return [result for path in paths for result in _read(path)]
 
 
+def refuse_other_settings(path: Path, results: Iterable[Result], settings: dict[str, Any]) -> None:
+    """Heads that were trained or measured otherwise are no points of one law."""
+    for result in results:
+        for name, value in settings.items():
+            if result.settings.get(name, value) != value:
+                problem = f"{path} has heads with {result.settings[name]!r}"
+                raise ConfigError(f"--{name}", value, problem, "pass the same options, or another --out")
+
+
 def _read(path: Path) -> list[Result]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [Result(**json.loads(line)) for line in lines if line.endswith("}")]
-    except (OSError, ValueError, TypeError) as error:
-        problem, remedy = f"cannot be read ({error})", "pass a file that `faircopy laws run` wrote"
-        raise CheckpointError("results", str(path), problem, remedy) from error
+        *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise _unreadable(str(path), error) from error
+    return [_result(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _result(line: str, place: str) -> Result:
+    try:
+        return Result(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise _unreadable(place, error) from error
+
+
+def _unreadable(place: str, error: Exception) -> CheckpointError:
+    return CheckpointError("results", place, f"cannot be read ({error})", "pass a file that `faircopy laws run` wrote")

@@ -6,6 +6,7 @@ what the budget can train at D layers, s(k) how much of the large tree's accepte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -81,7 +82,8 @@ def tree_shares(results: Sequence[Result]) -> dict[int, float]:
     found = {0: 0.0}
     for nodes in SMALLER_TREES:
         name = measure_name("tree", nodes, 0.0)
-        shares = [result.accepted(name) / result.accepted(large) for result in results if name in result.measures]
+        known = [result for result in results if name in result.measures and result.accepted(large) > 0]
+        shares = [result.accepted(name) / result.accepted(large) for result in known]
         if shares:
             found[nodes] = fmean(shares)
     return {**found, TREE: 1.0}
@@ -120,8 +122,8 @@ def parse_time(text: str) -> float:
         seconds = float(number) * UNITS[unit]
     except (ValueError, KeyError):
         raise ConfigError("--budget", text, "not a duration", "write for example 45m or 10h") from None
-    if seconds <= 0:
-        raise ConfigError("--budget", text, "not above 0", "write for example 45m or 10h")
+    if not 0 < seconds < math.inf:
+        raise ConfigError("--budget", text, "not above 0, or endless", "write for example 45m or 10h")
     return seconds
 
 
@@ -140,7 +142,8 @@ def _candidate(
 
     intervals = [found.interval(point, single=True) for found in fits]
     ends = min(one.low for one in intervals), max(one.high for one in intervals)
-    accepted, low, high = (kept[nodes] * min(max(value, 0.0), CHAIN) for value in (fits[0].law(point), *ends))
+    likely = (kept[nodes] * min(max(value, 0.0), CHAIN) for value in (fits[0].law(point), *ends))
+    accepted, low, high = (min(value, float(nodes)) for value in likely)  # a share of long drafts may be more than all
     return Candidate(
         point=point,
         nodes=nodes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,18 @@ import torch
 from faircopy.bench.record import origin
 from faircopy.drafters.folder import new_head, save_head
 from faircopy.drafters.heads import Head
+from faircopy.files import cut_unfinished_line
 from faircopy.laws.acceptance import HeldOutTexts, measure
-from faircopy.laws.points import CHAIN, TREE, Point, Result, append_result, measure_name, read_results
+from faircopy.laws.points import (
+    CHAIN,
+    TREE,
+    Point,
+    Result,
+    append_result,
+    measure_name,
+    read_results,
+    refuse_other_settings,
+)
 from faircopy.laws.states import CachedHeadTask, CachedText, ShuffledWindows
 from faircopy.model.hidden import stock_token_weights
 from faircopy.train.heads import Teacher
@@ -66,8 +77,11 @@ class GridRun:
         return found
 
     def _known(self) -> list[Result]:
+        if self.results.exists():
+            cut_unfinished_line(self.results)
         known = read_results([self.results]) if self.results.exists() else []
         mine = [result for result in known if result.target == self.target]
+        refuse_other_settings(self.results, mine, self._settings)
         self._best = max((result.accepted(_main()) for result in mine), default=-1.0)
         for result in mine:
             self._observe(result)
@@ -90,12 +104,23 @@ class GridRun:
             train_seconds=round(between - begin, 2),
             measure_seconds=round(time.time() - between, 2),
             measures=measures,
+            settings=self._settings,
             origin=origin(),
         )
+        self._keep_best(head, result)  # first: a head whose result is known is not trained again
         append_result(self.results, result)
         self._observe(result)
-        self._keep_best(head, result)
         return result
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What must not change while a grid is trained, by the names of its options."""
+        texts = hashlib.sha256()
+        for one in self.held_out:
+            for numbers in (one.tokens, one.begins, one.ends):
+                texts.update(numbers.cpu().numpy().tobytes())
+        prompts = f"texts {texts.hexdigest()[:12]}"  # the prompts and what the target wrote behind them
+        return {"rows": self.rows, "length": self.text.length, "lr": self.lr, "prompts": prompts}
 
     def teach(self, point: Point) -> tuple[Head, Progress]:
         """A head with its own full schedule: the first stage's tokens, then the second stage's."""

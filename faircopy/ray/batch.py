@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ LINES = 256  # of one call of an actor at most: few enough that little is made a
 class Replica:
     """An actor of ray.data: loads its engine once, then answers blocks of lines."""
 
-    def __init__(self, make: Callable[[], Any], answered: Any, together: int) -> None:
-        self._llm, self._answered, self._together = make(), ray.get(answered), together
+    def __init__(self, make: Callable[[], Any], answered: Any, together: int, name: str | None) -> None:
+        self._llm, self._answered, self._together, self._name = make(), ray.get(answered), together, name
 
     def __call__(self, block: dict[str, Any]) -> dict[str, list[str]]:
         lines = [json.loads(text) for text in block["text"] if text.strip()]
@@ -29,12 +29,17 @@ class Replica:
         return {"answer": asyncio.run(self._answers(missing))}
 
     async def _answers(self, lines: list[Json]) -> list[str]:
-        return [json.dumps(answer) async for answer in Offline(self._llm).answers(lines, self._together)]
+        return [json.dumps(answer) async for answer in Offline(self._llm, self._name).answers(lines, self._together)]
 
 
 async def answers(
-    requests: Path, answered: frozenset[str], make: Callable[[], Any], together: int, replicas: int
-) -> AsyncIterator[Json]:
+    requests: Path,
+    answered: frozenset[str],
+    make: Callable[[], Any],
+    together: int,
+    replicas: int,
+    name: str | None = None,
+) -> AsyncGenerator[Json]:
     """Answers to the lines of a file that have none, from several engines."""
     ray.init(ignore_reinit_error=True)
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
@@ -43,7 +48,7 @@ async def answers(
     lines = ray.data.read_text(path, override_num_blocks=4 * replicas, ray_remote_args=reading)
     done = lines.map_batches(
         Replica,
-        fn_constructor_args=(make, ray.put(answered), together),
+        fn_constructor_args=(make, ray.put(answered), together, name),
         batch_size=LINES,
         compute=ray.data.ActorPoolStrategy(size=replicas),
         num_gpus=gpus,

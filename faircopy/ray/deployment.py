@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
+import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,6 +28,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from faircopy.config import refuse_unknown
 from faircopy.errors import ConfigError
 from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
@@ -32,8 +37,9 @@ from faircopy.server import relay
 from faircopy.server.answers import DONE
 from faircopy.server.app import create_app
 from faircopy.server.endpoints import BODIES
-from faircopy.server.settings import ServerConfig
+from faircopy.server.settings import ServerConfig, read_keys
 
+log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
 NAME = "faircopy"  # of the application in Ray Serve
 BUSY = (429, 503)  # a replica that refuses a moved stream with one of these is asked again
@@ -59,6 +65,8 @@ class Fleet:
             raise ConfigError("replicas", self.replicas, "below 1", "pass 1 or more")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError("max_replicas", self.max_replicas, "below replicas", "pass at least as many")
+        if self.hedge is not None and not 0 <= self.hedge < math.inf:
+            raise ConfigError("hedge", self.hedge, "not a time", "pass seconds, or leave it out")
 
     def options(self, most_requests: int, drain: float) -> Json:
         """The replicas' deployment, in Ray Serve's words."""
@@ -103,7 +111,14 @@ class Replica:
         self._start()
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         async for piece in call(self._app, method, path, headers, content):
+            self._end_without_engine()
             yield piece
+
+    def _end_without_engine(self) -> None:
+        """A replica whose engine has ended (a rank died) ends too, so that its answers go on from another one."""
+        if not self._service.healthy:
+            log.error("the engine's thread has ended: this replica ends")
+            os._exit(1)
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica whose check raises."""
@@ -229,17 +244,32 @@ def _signalled() -> threading.Event:
 
 def build(options: Json) -> serve.Application:
     """For `serve run` and serve_config.yaml: the options of LLM under `engine`, of the server and of the fleet."""
-    engine = {"target": None, "drafter_per_request": True, **options.get("engine", {})}
-    config = ServerConfig(**options.get("server", {}))
-    fleet = Fleet(**options.get("fleet", {}))
+    engine, config, fleet = read_options(options)
     return application(partial(LLM, **engine), config, fleet, engine.get("max_batch", 64) + config.max_queue)
+
+
+def read_options(options: Json) -> tuple[Json, ServerConfig, Fleet]:
+    """What a serve_config.yaml says; API keys come from the environment too, as for `faircopy serve`."""
+    refuse_unknown("args", options, ("engine", "server", "fleet"))
+    engine, server, fleet = (dict(options.get(part) or {}) for part in ("engine", "server", "fleet"))
+    refuse_unknown("server", server, ServerConfig.__dataclass_fields__)
+    refuse_unknown("fleet", fleet, Fleet.__dataclass_fields__)
+    if engine.get("target") is None:
+        raise ConfigError("engine.target", None, "not given", "name a folder or a hub id")
+    for name in {"api_keys", "cors"} & server.keys():
+        server[name] = tuple(server[name].split() if isinstance(server[name], str) else server[name])
+    if "audit_folder" in server:
+        server["audit_folder"] = Path(server["audit_folder"])
+    server["api_keys"] = (*server.get("api_keys", ()), *read_keys(None))
+    devices = engine.get("tensor_parallel", 1) * engine.get("pipeline_parallel", 1)
+    return {"drafter_per_request": True, **engine}, ServerConfig(**server), Fleet(**{"devices": devices, **fleet})
 
 
 def _object(content: bytes) -> Json | None:
     """A JSON object; None for everything else, which the replica refuses in its own words."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -25,6 +25,7 @@ from faircopy.types import Request
 
 Json = dict[str, Any]
 _compact = json.JSONEncoder(separators=(",", ":")).encode
+_IN_DELTAS = ("reasoning_content", "content", "tool_calls")  # of a message that is sent when it is complete
 DONE = b"data: [DONE]\n\n"
 
 
@@ -82,11 +83,10 @@ class Writer:
         head, options = self._head(self.shape.chunk_kind), self.body.stream_options
         running_usage = options is not None and bool(options.continuous_usage_stats)
         try:
-            for choice in self.choices if self.body.continued is None else ():
-                opening = self.shape.opening(choice)
-                if opening is not None:
-                    yield event({**head, "choices": [opening]})
+            openings = self._openings() if self.body.continued is None else []
             async for news in job.updates():
+                while openings:  # with the first tokens: a first event says that the engine has begun
+                    yield event({**head, "choices": [openings.pop(0)]})
                 for place, updates in news.items():
                     choice = self.choices[self.asked.open[place]]
                     piece = choice.take(updates)
@@ -97,6 +97,10 @@ class Writer:
         except Exception as error:
             yield event(fail(error))
         yield DONE
+
+    def _openings(self) -> list[Json]:
+        found = [self.shape.opening(choice) for choice in self.choices]
+        return [opening for opening in found if opening is not None]
 
     def _head(self, kind: str) -> Json:
         return {
@@ -213,7 +217,7 @@ class ChatShape:
             delta = {}
             if finished is not None:
                 message, called = self._tools.message(choice.whole.text, choice.request.prompt, choice.whole.tokens)
-                delta = {name: message[name] for name in ("content", "tool_calls") if message.get(name)}
+                delta = {name: message[name] for name in _IN_DELTAS if message.get(name)}
                 for index, call in enumerate(delta.get("tool_calls", ())):
                     call["index"] = index
                 return self._chunk(choice, piece, delta, "tool_calls" if called else finished)

@@ -67,9 +67,9 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
     app.state.service = service
     _Routes(app, service, endpoints)
     _answer_errors(app)
-    if config.cors:
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.cors), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, keys=config.api_keys, max_body=config.max_body, metrics=service.metrics)
+    if config.cors:  # around the gate: a page must be able to read what the gate refuses
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.cors), allow_methods=["*"], allow_headers=["*"])
     app.openapi = lambda: specification(app, service)  # type: ignore[method-assign]
     return app
 

@@ -43,6 +43,8 @@ class Endpoints:
 
 
 def _fingerprint(llm: LLM) -> str:
-    """What, besides the request, decides the tokens: model, type and kind of device."""
-    parts = (llm.model.name, str(llm.model.dtype), llm.model.device.type, llm.model.backend, __version__)
+    """What, besides the request, decides the tokens: model, type, kind of device and order of sums."""
+    config, device = llm.config, llm.model.device.type
+    grouped = device == "cpu" and (config.k_groups or config.tensor_parallel > 1)
+    parts = (llm.model.name, str(llm.model.dtype), device, llm.model.backend, str(grouped), __version__)
     return "fc_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]

@@ -143,8 +143,7 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except RankError as error:  # no step can be made any more: the thread ends
-            self._fail(error)
+        except RankError:  # no step can be made any more: the thread ends, and all are told
             raise
         except Exception as error:  # one step's requests fail, the others go on
             log.exception("a step failed")

@@ -50,7 +50,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 def invalid_body(errors: list[Any]) -> ApiError:
     """One error for what pydantic found: the first problem of the field that the client most likely meant."""
-    first = max(errors, key=lambda error: (error["type"] in ("json_invalid", "unknown_field"), len(error["loc"])))
+    first = max(errors, key=_likely_meant)
     names = [str(part) for part in first["loc"][1:] if _is_place(str(part))]
     if first["type"] == "json_invalid":
         return ApiError(
@@ -62,6 +62,12 @@ def invalid_body(errors: list[Any]) -> ApiError:
     where = ".".join(names) or "body"
     given = "" if first["type"] in ("missing", "unknown_field") else f" = {_short(first.get('input'))}"
     return ApiError(400, f"{where}{given}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _likely_meant(error: Any) -> tuple[bool, int, bool]:
+    """Of the forms that a field may have, the one whose type was given says more than one of another type."""
+    kind = error["type"]
+    return kind in ("json_invalid", "unknown_field"), len(error["loc"]), not kind.endswith("_type")
 
 
 def _is_place(part: str) -> bool:

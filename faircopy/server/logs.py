@@ -12,6 +12,7 @@ from faircopy.server.service import Service
 
 log = logging.getLogger("faircopy.server")
 FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
 INTERVAL = 10.0  # seconds between two lines about speculation
 _OWN = ("request_id", "seconds")
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-from collections.abc import AsyncIterator, Iterable
+import logging
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
 from faircopy.errors import FaircopyError
 from faircopy.llm import LLM
+from faircopy.server.batch_lines import ID, request_number
 from faircopy.server.endpoints import BODIES, Endpoints
 from faircopy.server.errors import ApiError, as_api_error, invalid_body
 from faircopy.server.metrics import Metrics
 from faircopy.server.service import Service, served_name
 from faircopy.server.settings import ServerConfig
 
+log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
 UNLIMITED = 1 << 40
 
@@ -25,12 +27,13 @@ UNLIMITED = 1 << 40
 class Offline:
     """One engine and its thread; lines are answered as they are brought."""
 
-    def __init__(self, llm: LLM) -> None:
-        config = ServerConfig(max_queue=UNLIMITED, vllm_metrics=False, spec_metrics="none")
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        """name: what requests call the model."""
+        config = ServerConfig(name=name, max_queue=UNLIMITED, vllm_metrics=False, spec_metrics="none")
         self._service = Service(llm, config, served_name(llm, config), Metrics)
         self._endpoints = Endpoints(self._service)
 
-    async def answers(self, lines: Iterable[Json], together: int) -> AsyncIterator[Json]:
+    async def answers(self, lines: Iterable[Json], together: int) -> AsyncGenerator[Json]:
         """The answer to each line, as it is finished. together: lines in work at most."""
         self._service.start()
         open_ones: set[asyncio.Task[Json]] = set()
@@ -50,14 +53,16 @@ class Offline:
 
     async def answer(self, line: Json) -> Json:
         """The answer to a line; what is wrong with its request is the answer's status and body."""
-        number = secrets.token_hex(8)
+        number = request_number(line)
         try:
             status, body = 200, await self._body(line, number)
-        except (ApiError, FaircopyError, ValidationError) as error:
+        except Exception as error:
             told = invalid_body(_located(error)) if isinstance(error, ValidationError) else as_api_error(error, number)
             status, body = told.status_code, told.body()
+            if not isinstance(error, ApiError | FaircopyError | ValidationError):
+                log.exception("request %s failed", number)
         response = {"status_code": status, "request_id": number, "body": body}
-        return {"id": f"batch_req_{number}", "custom_id": line["custom_id"], "response": response, "error": None}
+        return {"id": ID + number, "custom_id": line["custom_id"], "response": response, "error": None}
 
     async def _body(self, line: Json, number: str) -> Json:
         body = BODIES[line["url"]].model_validate_json(json.dumps(line["body"]))

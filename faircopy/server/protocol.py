@@ -42,6 +42,25 @@ Prompt = Annotated[str, Field(json_schema_extra={"format": PROMPT})]
 Regex = Annotated[str, Field(json_schema_extra={"format": REGEX})]
 Lark = Annotated[str, Field(json_schema_extra={"format": LARK})]
 Schema = Annotated[dict[str, Any], Field(json_schema_extra={"format": JSON_SCHEMA})]
+
+
+def _names_left_to_the_server(values: dict[str, Any]) -> dict[str, Any]:
+    for name in sorted(values.keys() & TEMPLATE_ARGUMENTS):
+        raise PydanticCustomError("reserved", "{name} is set by the server; leave it out", {"name": repr(name)})
+    return values
+
+
+# What the tokenizer's apply_chat_template is given by the server: the template itself above all, which is a program.
+TEMPLATE_ARGUMENTS = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"}
+    | {"padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
+    | {"tokenizer_kwargs", "tools", "truncation"}
+)
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": sorted(TEMPLATE_ARGUMENTS)}}}),
+    AfterValidator(_names_left_to_the_server),
+]
 Ignored = Annotated[Any, Field(description="Accepted, without effect on the answer.")]
 NotServed = Annotated[None, Field(description="Not served.")]
 
@@ -306,7 +325,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
     reasoning_effort: str | None = Field(None, description="Passed on to the chat template.")
     add_generation_prompt: OnlyTrue | None = None
     continue_final_message: OnlyFalse | None = None

@@ -80,7 +80,7 @@ class Reader:
         return self._llm.chat_prompt([plain_message(message) for message in messages], **more)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._name:
+        if name not in (None, self._name, self._llm.model.name):  # the last one: a hub's whole id
             raise ApiError(404, f"model = {name!r}: not served here; use {self._name!r}", "model", "model_not_found")
 
     def _check(self, body: Sampling) -> None:
@@ -153,12 +153,12 @@ class Reader:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.function.name},
-                    "arguments": {"type": "object", "additionalProperties": False, **(tool.function.parameters or {})},
+                    "arguments": _arguments_schema(tool, place),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in forced
+            for place, tool in enumerate(forced)
         ]
         return self._grammars.constraint("tools", json_grammar("tools", {"anyOf": schemas}))
 
@@ -183,6 +183,12 @@ def forced_tools(body: ChatRequest) -> list[Any] | None:
             raise RequestError("tool_choice", name, "not one of tools", "name one of them")
         return named
     return None
+
+
+def _arguments_schema(tool: Tool, place: int) -> dict[str, Any]:
+    """A tool's schema as a part of another one: with an identifier of its own its references stay in it."""
+    usual = {"$id": f"urn:faircopy:tool:{place}", "type": "object", "additionalProperties": False}
+    return usual | (tool.function.parameters or {})
 
 
 def sampling_params(body: Sampling, **more: Any) -> SamplingParams:

@@ -48,6 +48,8 @@ class ServerConfig:
             raise ConfigError("shadow_audit", self.shadow_audit, "not a share", "pass a number from 0 to 1")
         if self.deadline is not None and not (0 < self.deadline < math.inf):
             raise ConfigError("deadline", self.deadline, "not a time", "pass seconds, or leave it out")
+        if not 0 <= self.drain < math.inf:
+            raise ConfigError("drain", self.drain, "not a time", "pass seconds, 0 or more")
         if self.spec_metrics not in SPEC_METRICS:
             raise ConfigError("spec_metrics", self.spec_metrics, "unknown", f"use one of {', '.join(SPEC_METRICS)}")
 

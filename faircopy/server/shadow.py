@@ -91,13 +91,13 @@ class ShadowAudit:
         return {"share": self._share, "checked": self.checked, "mismatches": self.mismatches, "waiting": waiting}
 
     def _plainly(self, request: Request) -> Request:
-        """The same request without drafts, from its first token on.
+        """The same request without drafts, behind the tokens that it brought.
 
         Its log probabilities of the prompt keep it from reusing cached pages.
         """
         params = replace(request.params, prompt_logprobs=0)
         text = self._fresh_text(request)
-        return replace(request, params=params, k=0, drafter=None, prediction=(), written=(), text=text)
+        return replace(request, params=params, k=0, drafter=None, prediction=(), text=text)
 
     def _report(self, written: Written, seq: Sequence) -> None:
         told = "not written: no folder was given" if self._folder is None else self._write(self._folder, written, seq)
@@ -123,6 +123,7 @@ def _reproduction(written: Written, seq: Sequence) -> str:
             "k": request.k,
             "drafter": request.drafter,
             "prediction": list(request.prediction),
+            "written": list(request.written),
             "constrained": request.constraint is not None,
             "served": {"tokens": written.tokens, "finish_reason": written.finished},
             "plain": {"tokens": seq.output, "finish_reason": seq.finished},

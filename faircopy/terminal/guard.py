@@ -17,6 +17,7 @@ OPTIONS = {  # fields that the command line has another name for
     "ks": "--k",
     "max_batch": "--batch",
     "model": "--target",
+    "spec_metrics": "--per-request-spec-decode-metrics",
     "urls": "--url",
 }
 

@@ -108,7 +108,7 @@ def predict(
         list[int] | None, typer.Option(min=1, help="Batch sizes.", show_default="1, 2, 4, 8, 16, 32, 64")
     ] = None,
     budget: Annotated[str, typer.Option(help="Time for training the head: 45m, 10h.")] = "1h",
-    layers: Annotated[list[int] | None, typer.Option(help="Depths.", show_default="1, 2, 3, 4, 6")] = None,
+    layers: Annotated[list[int] | None, typer.Option(min=1, help="Depths.", show_default="1, 2, 3, 4, 6")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
     gpu: Annotated[
         str | None, typer.Option(help="A device to predict for, by its roofline; this machine, measured, if left out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ def read_options(file: str, known: set[str]) -> dict[str, Any]:
 
     values = read_config(Path(file))
     refuse_unknown("config", values, known)
+    if isinstance(values.get("cors"), str):
+        values["cors"] = values["cors"].split()  # one origin or several, as in the environment
     return values
 
 
@@ -30,8 +32,8 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     from faircopy.server.run import make_server
     from faircopy.server.settings import ServerConfig, read_keys
 
-    if log_format not in logs.FORMATS:
-        raise ConfigError("log_format", log_format, "unknown", f"use one of {', '.join(logs.FORMATS)}")
+    _refuse_other("log_format", log_format, logs.FORMATS)
+    _refuse_other("log_level", log_level.lower(), logs.LEVELS)
     config = ServerConfig(api_keys=read_keys(api_keys), **options)
     check_port(config.host, config.port)
     logs.set_up(log_format, log_level)
@@ -51,6 +53,11 @@ def serve_replicas(
     config = ServerConfig(api_keys=read_keys(api_keys), **options)
     check_port(config.host, config.port)
     run(make, config, Fleet(**fleet), most_requests)
+
+
+def _refuse_other(field: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(field, value, "unknown", f"use one of {', '.join(known)}")
 
 
 def require_packages(command: str = "serve") -> None:

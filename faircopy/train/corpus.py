@@ -95,6 +95,7 @@ def corpus(target: str, files: Sequence[Path], answering: Answering, keep: Path)
         return torch.from_numpy(np.load(keep))
     rows = [*_encoded(target, documents.texts), *_answered(target, documents.prompts, answering)]
     tokens = np.concatenate([np.asarray(row, np.int32) for row in rows])
+    note.unlink(missing_ok=True)  # it must not speak of tokens that a kill leaves half written
     np.save(keep, tokens)
     counts = {"texts": len(documents.texts), "prompts": len(documents.prompts), "tokens": len(tokens)}
     note.write_text(json.dumps({"key": key, **counts}) + "\n")

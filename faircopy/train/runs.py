@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -64,6 +65,8 @@ class Plan:
             )
         if self.length < 16:
             raise ConfigError("--length", self.length, "below 16", "use 16 or more")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError("--lr", self.lr, "not a learning rate", "use a number above 0")
         if self.precision not in PRECISIONS:
             raise ConfigError("--precision", self.precision, "unknown", f"use one of {', '.join(PRECISIONS)}")
         if not self.data:
