@@ -3,11 +3,13 @@
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
-    [--questions FILE --task NAME]
+    [--questions FILE --task NAME] [--paired]
 
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
 all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
+--paired: plain decoding is measured again before and behind every way, which is compared with the mean of the two;
+for machines whose speed changes.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
 each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs, whose
 drafts are replaced by those of the bundled one, recorded before (benchmarks.recorded), and it drafts chains.
@@ -202,17 +204,22 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     trial = Trial(args)
     queues = {batch: queue(args, trial, batch) for batch in args.batches}
     plain: dict[int, tuple[float, Texts]] = {}
+    alone = trial.llm(None, 0) if args.paired else None
     for drafter, k, options in ways(args):
         if trial.late:
             return
         llm = trial.llm(drafter, k, **options)
         for batch, (prompts, wanted) in queues.items():
+            around = [] if alone is None else [trial.rate(alone, prompts, wanted, batch)[0]]
             before, known = llm.metrics(), len(first_launches())
             rate, found = trial.rate(llm, prompts, wanted, batch)
             if drafter is None:
                 plain[batch] = rate, found
                 trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
             base, texts = plain[batch]
+            if alone is not None:
+                around.append(trial.rate(alone, prompts, wanted, batch)[0])
+                base = sum(around) / 2
             counted = {name: value - before[name] for name, value in llm.metrics().items()}
             yield {
                 **({"task": args.task} if args.task else {}),
@@ -283,6 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--queue", type=int, default=8)
     parser.add_argument("--same", action="store_true")
+    parser.add_argument("--paired", action="store_true")
     parser.add_argument("--questions", help="a file such as Spec-Bench's question.jsonl, for a FOLDER as pair")
     parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--temperature", type=float, default=0.0)

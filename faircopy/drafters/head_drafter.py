@@ -90,12 +90,16 @@ class HeadDrafter(Drafter):
             row += fed + len(nodes)
         if not kept:
             return
-        index = torch.tensor(kept, device=result.states[self.wants[0]].device)
-        states = torch.cat([result.states[layer].index_select(0, index) for layer in self.wants], -1)
+        states = self._kept(result, kept)
         for seq, first, start, stop in spans:
-            self._known.setdefault(seq, SequenceStates()).add(first, states[start:stop])
+            self._known.setdefault(seq, SequenceStates()).add(first, states, range(start, stop))
             if seq in batch.idle:
                 self._known[seq].drop(first + stop - start - MAX_UNREAD)
+
+    def _kept(self, result: Result, rows: list[int]) -> Tensor:
+        """What the head wants of some rows of a pass, in their order."""
+        states = torch.cat([result.states[layer] for layer in self.wants], -1)
+        return states if len(rows) == len(states) else states[torch.tensor(rows, device=states.device)]
 
     def _follows(self, seq: Sequence, first: int) -> bool:
         """Whether states from this position on leave no gap; captured steps leave one."""
