@@ -360,7 +360,7 @@ def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) ->
     while engine.busy:
         engine.step()
         known = engine.drafter._known.get(seq)  # type: ignore[attr-defined]
-        most = max(most, sum(len(states) for _, states in known._pieces) if known else 0)
+        most = max(most, sum(end - first for first, end, *_ in known._pieces) if known else 0)
     assert 0 < most <= MAX_UNREAD + 2
 
 
