@@ -92,11 +92,12 @@ class Decoder:
     def logits(self, x: Tensor, packed: Packed, taps: Taps | None = None) -> Tensor:
         """Logits of the wanted rows [R, vocab], of what left the last layer."""
         w, s = self.weights, self.spec
-        if taps is not None and self._taps_last(taps):
+        y = rms_norm(x, w.norm, s.eps)
+        if taps is not None:
             taps(w.source.stage.layers.stop, x)
-            taps(FINAL, rms_norm(x, w.norm, s.eps))
-            x = x[packed.wanted]
-        logits = w.head(rms_norm(x, w.norm, s.eps))
+            taps(FINAL, y)
+        every = y.shape[0] == packed.wanted.shape[0]
+        logits = w.head(y if every else y[packed.wanted])
         return logits if s.logits_divisor == 1.0 else logits / s.logits_divisor
 
     def _taps_last(self, taps: Taps | None) -> bool:
