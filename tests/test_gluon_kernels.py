@@ -3,8 +3,10 @@ processors, in another order of events, and before the kernel ahead of them has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from transformers import AutoModelForCausalLM, Qwen3Config
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from faircopy.build import build_engine
+from faircopy.config import EngineConfig
 from faircopy.kernels.gpu import (
     attention,
     flash,
@@ -36,10 +41,15 @@ from faircopy.kernels.gpu import (
     pipelined,
     stream,
 )
+from faircopy.kernels.gpu.suite import KERNELS
 from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.rope import rope_table
+from faircopy.model import loader
+from faircopy.model.fused import Fused, fused_weights
+from faircopy.model.weights import Source, decoder_spec
 from faircopy.testing import kernel_checks
 from faircopy.testing.kernel_checks import distance
+from faircopy.types import Request, SamplingParams
 from tests.gluon_interpreter import Interpreted, KernelError
 
 CPU, HALF = torch.device("cpu"), torch.float16
@@ -229,11 +239,13 @@ def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[in
 
 
 @pytest.mark.parametrize(
-    ("counts", "lengths"), [((1,) * 3, (40, 513, 1500)), ((6,) * 3, (6, 515, 1100)), ((5, 1, 3), (130, 1025, 700))]
-)
-@pytest.mark.parametrize(
-    ("dim", "group", "parts", "normed", "interleaved", "half"),
-    [(128, 4, 1, True, False, 64), (64, 3, 2, False, True, 16), (64, 1, 4, True, False, 0)],
+    ("counts", "lengths", "dim", "group", "parts", "normed", "interleaved", "half"),
+    [
+        ((1,) * 3, (40, 513, 1500), 128, 4, 1, True, False, 64),
+        ((6,) * 3, (6, 515, 1100), 128, 4, 1, True, False, 64),
+        ((5, 1, 3), (130, 1025, 700), 64, 3, 2, False, True, 16),
+        ((1,) * 3, (40, 513, 1100), 64, 1, 4, True, False, 0),
+    ],
 )
 def test_attention_that_makes_its_own_heads(
     hopper: Set, counts: Sequence[int], lengths: Sequence[int], dim: int, group: int, parts: int, normed: bool,
@@ -263,6 +275,49 @@ def test_attention_that_makes_its_own_heads(
     twin = attention.attend_pages_twin(q, *twins, given["positions"], scene["plan"], 0.3)
     assert distance(results[0][1][slots], twins[0][slots]) < 2e-3 and torch.equal(results[0][2], twins[1])
     assert distance(results[0][0][~bad], twin[~bad]) < 3e-3
+
+
+# A whole model
+
+
+def a_model(folder: Path) -> Fused:
+    """Two layers in the GPU's decoder, wide enough for products that normalise their own rows."""
+    config = Qwen3Config(
+        hidden_size=1024, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=96, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    spec = decoder_spec(config, *loader.rope_frequencies(config))
+    tensors = loader.CheckpointTensors(folder, HALF, CPU)
+    return Fused(fused_weights(Source("a model", spec, tensors, 96, 256, HALF, True)))
+
+
+def test_a_model_writes_the_same_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Prompts and single rows, through products, norms and attention as the decoder calls them."""
+    model, launched = a_model(tmp_path), Counter[str]()
+    monkeypatch.setattr("faircopy.layout.paged.cache_dtype", lambda *about: HALF)  # as on a GPU
+    requests = [Request(tuple(range(3, 3 + n)), SamplingParams(max_tokens=2, ignore_eos=True)) for n in (1, 5)]
+    config = EngineConfig(k=0, max_batch=2, cache_memory="4MiB", graphs=False)
+
+    def written() -> list[list[int]]:
+        engine = build_engine(model, config=config, suite=KERNELS)
+        seqs = [engine.add(one) for one in requests]
+        while engine.busy:
+            engine.step()
+        return [seq.output for seq in seqs]
+
+    wanted = written()
+    request.getfixturevalue("hopper")(1, 3)
+    for launcher in LAUNCHERS:
+        run = launcher.kernel._run
+        name = launcher.kernel._kernel.fn.__name__
+        monkeypatch.setattr(launcher.kernel, "_run", lambda *a, f=run, n=name: (launched.update([n]), f(*a)))
+    assert written() == wanted
+    assert launched["_normed_stream"] and launched["_flash"] and launched["_add_norm"]
+    assert not launched["_place"], "attention makes its own heads"
 
 
 # The interpreter itself: each mistake is seen
