@@ -79,7 +79,9 @@ def test_requests_are_answered_and_bad_ones_say_why(tmp_path: Path) -> None:
         request("named", prompt="x", model="gpt-5", max_tokens=1),
         request("whole id", prompt="x", model=bundled.target(), max_tokens=1),
     ]
-    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", "--name", "gpt-5")
+    asked = write(tmp_path / "in.jsonl", lines)
+    asked.write_text("\ufeff" + asked.read_text())  # as some programs begin a file
+    done = run(asked, tmp_path / "out.jsonl", "--name", "gpt-5")
     assert done.exit_code == 1 and "3 requests were refused" in done.stderr
     again = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert again.exit_code == 1 and "3 requests were refused" in again.stderr  # the same, with nothing left to do

@@ -75,7 +75,7 @@ class BatchFile:
     def _lines(self) -> Iterator[tuple[str, Json]]:
         """Every request with its place in the file."""
         try:
-            with self._requests.open(encoding="utf-8") as file:
+            with self._requests.open(encoding="utf-8-sig") as file:
                 for number, text in enumerate(file, 1):
                     if text.strip():
                         place = f"{self._requests}:{number}"
