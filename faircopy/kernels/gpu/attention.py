@@ -231,20 +231,21 @@ def attend_pages(
 
     splits: programs side by side for a tile's spans; None: as pays, and where Hopper's kernel fits, that one.
     """
-    (_, kv, d), rows = keys.shape, positions.shape[0]
-    group = (q.heads if isinstance(q, PendingHeads) else q.shape[1]) // kv
+    rows, heads, d = q.shape
+    kv = keys.shape[1]
+    group = heads // kv
     log2e = 1.4426950408889634
     numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
     given = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
     flashes = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
     if isinstance(q, PendingHeads) and not (flashes and flash.turns(plan, group)):
         q = q.queries()
-    out = torch.empty(rows, group * kv, d, dtype=keys.dtype, device=keys.device)
+    out = torch.empty(rows, heads, d, dtype=keys.dtype, device=keys.device)
     if flashes:
         flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, given)
         return out
     assert isinstance(q, Tensor), "queries are made for this kernel"
-    lines = 0 if plan.tails is None else 2 * rows * group * kv
+    lines = 0 if plan.tails is None else 2 * rows * heads
     left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     if plan.rows.shape[0]:
         splits = splits or _splits(q, plan, kv)

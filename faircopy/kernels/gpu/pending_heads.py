@@ -118,6 +118,11 @@ class PendingHeads:
     interleaved: bool
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the queries."""
+        return self.parts.shape[1], self.heads, self.keys.shape[2]
+
+    @property
     def context(self) -> int:
         return 1 if self.table is None else self.table.shape[0]
 
