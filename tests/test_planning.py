@@ -26,6 +26,7 @@ from faircopy import (
     ConfigError,
     RequestError,
     SamplingParams,
+    UnsupportedModel,
     bundled,
     measured_acceptance,
     measured_costs,
@@ -67,6 +68,7 @@ from faircopy.types import Batch, Draft, Request, Sequence
 from tests.helpers import CPU, load
 from tests.test_cli import run as run_command
 from tests.test_heads import head_for
+from tests.zoo import REFUSED, ZOO
 
 H200 = DEVICES["h200"]
 SMALL: dict[str, Any] = {
@@ -92,7 +94,7 @@ def a_setup(**changes: Any) -> Setup:
 # Sizes
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "phi3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "phi3", "qwen3_moe", "gpt2", "gpt_bigcode", "gemma4_moe"])
 def test_a_configuration_alone_tells_what_the_loaded_model_holds(checkpoint: Callable[..., str], name: str) -> None:
     path = checkpoint(name)
     known, model = shape_of_checkpoint(path, torch.float32, CPU), load(path)
@@ -104,6 +106,20 @@ def test_a_configuration_alone_tells_what_the_loaded_model_holds(checkpoint: Cal
     assert [(layer.kv_heads, layer.head_dim) for layer in known.layers] == own
     assert weight_bytes(known, CPU) == pytest.approx(model.weight_bytes, rel=0.2)  # tiny ones have large tables
     assert known.qk_norm == loaded.qk_norm
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_every_architecture_that_is_served_can_be_planned(name: str) -> None:
+    shape = shape_of_config(ZOO[name](), torch.bfloat16, name)
+    for device in (CPU, torch.device("cuda")):
+        assert total(memory_items(a_setup(target=shape, device=device, tokens=64))) > weight_bytes(shape, device)
+
+
+@pytest.mark.parametrize("name", ["mamba", "t5", "qwen3_next", "phi3_longrope"])
+def test_a_plan_for_what_cannot_be_served_is_refused(name: str, tmp_path: Path) -> None:
+    REFUSED[name]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=str(tmp_path)):
+        shape_of_checkpoint(str(tmp_path), torch.float32, CPU)
 
 
 def test_parameters_of_known_models() -> None:
