@@ -34,7 +34,7 @@ from faircopy import (
 from faircopy.bench.shapes import random_model, shape_config
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
-from faircopy.config import EngineConfig
+from faircopy.config import EngineConfig, parse_bytes
 from faircopy.costs import CostTable, Curve
 from faircopy.drafters.folder import head_skeleton, load_head, save_head
 from faircopy.drafters.trees import best_shape, node_values
@@ -476,6 +476,11 @@ def test_a_dialogue_stays_within_the_limit_to_its_last_turn() -> None:
 # The command
 
 
+@pytest.mark.parametrize(("text", "size"), [("1.5TiB", 3 << 39), ("2 TB", 2 * 10**12), ("24 gib", 24 << 30), ("7", 7)])
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
 def test_plan_prints_tables_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -494,6 +499,10 @@ def test_plan_prints_tables_and_json(
     assert "--memory = '12GiB': below the" in error and "pass at least" in error
     code, _, error = run_command(capsys, monkeypatch, *ask, "--dtype", "int3")
     assert code == 2 and "--dtype = 'int3'" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--plot", str(tmp_path / "law.txt"))
+    assert code == 2 and "law.txt" in error and ".svg" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--draft", bundled.named("clover"))
+    assert code == 2 and f"--draft = '{bundled.named('clover')}': a head for" in error
 
 
 def test_plan_knows_heads_by_their_folders() -> None:

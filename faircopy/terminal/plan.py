@@ -17,7 +17,7 @@ from faircopy.costs import CostTable
 from faircopy.measured_costs import kept_costs
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
-from faircopy.planning.drafts import NO_DRAFT, DraftShape, shape_of_draft
+from faircopy.planning.drafts import NO_DRAFT, DraftShape, check_head, shape_of_draft
 from faircopy.planning.ladder import Candidate, Speed
 from faircopy.planning.measured import Measured
 from faircopy.planning.memory import MARGIN, Setup
@@ -49,6 +49,8 @@ def plan_for(wish: Wish) -> Plan:
     device = named_device(wish.gpu)
     place, kind = device.torch_device, EngineConfig(device="cpu", dtype=wish.dtype).torch_dtype()
     shape = shape_of_checkpoint(wish.target, kind, place)
+    for draft in wish.drafts:
+        check_head(draft, shape)
     drafts = [shape_of_draft(draft, shape.dtype, place) for draft in wish.drafts]
     base = Setup(
         target=shape,
