@@ -22,7 +22,9 @@ BAD: list[tuple[str, object]] = [
     ("max_tokens", 0), ("max_tokens", True), ("min_tokens", -1), ("stop", ""), ("stop", ["a", ""]), ("stop", [3]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("n", 0), ("logprobs", -1), ("prompt_logprobs", -1),
     ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {1: float("nan")}),
-    ("logit_bias", {1: float("inf")}), ("repetition_penalty", 0),
+    ("logit_bias", {1: float("inf")}), ("logit_bias", {1: 10**400}), ("logit_bias", {1.5: 1}),
+    ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300),
+    ("presence_penalty", 1e39), ("frequency_penalty", -1e39),
     ("presence_penalty", float("inf")), ("frequency_penalty", "x"), ("bad_words", [""]), ("ignore_eos", 1),
 ]  # fmt: skip
 
