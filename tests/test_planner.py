@@ -211,6 +211,26 @@ def test_damaged_tables_are_measured_again(tmp_path: Path, monkeypatch: pytest.M
         assert [found for _, found in measured_costs.kept_costs(str(bundled.draft()))] == [table]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"target": [[0, 1.0]]}, {"target": [[4, 1.0], [1, 2.0]]}, {"target": [[1, float("nan")]]}, {"draft": [[1, -1.0]]},
+     {"target": [[1, float("inf")]]}, {"steps": [["a", 1, 1.0]]}, {"steps": [[1, 0, "x"]]}, {"steps": [[1, 0, 0.0]]}],
+    ids=str,
+)  # fmt: skip
+def test_impossible_costs_are_no_table(change: dict[str, object]) -> None:
+    kept = CostTable(Curve(((1, 1.0), (8, 2.0))), steps={(4, 0): 1.0}).as_json()
+    assert CostTable.of_json(kept).steps == {(4, 0): 1.0}
+    with pytest.raises(ValueError):
+        CostTable.of_json({**kept, **change})
+
+
+def test_sentences_count_one_token() -> None:
+    lengths = AutoLength(1)
+    lengths.k = 1
+    assert lengths.brief == "1 draft token"
+    assert lengths._why(2, 1, {0: 1.0, 1: 1.5}) == "1 draft token: 1.50 times plain decoding at batch 2"
+
+
 class Picky(DraftLengths):
     """Three draft tokens, of which hardly any is worth a row; another pass of the drafter always is."""
 

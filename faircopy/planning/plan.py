@@ -14,6 +14,7 @@ from faircopy.planning.drafts import DraftShape
 from faircopy.planning.ladder import AS_ASKED, NONE, Candidate, Speed, climb
 from faircopy.planning.memory import Item, Setup, memory_items, total, without_drafts
 from faircopy.planning.roofline import BatchLaw, Roofline
+from faircopy.progress import counted
 
 LEAST_CHUNK = 64  # prompt tokens per step
 SHARE = 10  # a prompt's pass may take this part of the budget
@@ -137,16 +138,16 @@ def _draft_seconds(setup: Setup, device: Device) -> float:
 
 def _dialogue(setup: Setup) -> str:
     if setup.pages is not None:
-        return f"{setup.pages * setup.page} tokens and passes of {setup.batch} sequences"
-    return f"{setup.batch} sequences of {setup.tokens} tokens"
+        return f"{setup.pages * setup.page} tokens and passes of {counted(setup.batch, 'sequence')}"
+    return f"{counted(setup.batch, 'sequence')} of {counted(setup.tokens, 'token')}"
 
 
 def _what(chosen: Candidate) -> str:
     setup = chosen.setup
     if chosen.rung == NONE:
         return "no drafter"
-    shape = f" on {setup.levels} levels" if setup.draft.tree else ""
-    return f"{setup.nodes} draft tokens{shape} by {Path(setup.draft.name).name}"
+    shape = f" on {counted(setup.levels, 'level')}" if setup.draft.tree else ""
+    return f"{counted(setup.nodes, 'draft token')}{shape} by {Path(setup.draft.name).name}"
 
 
 def _why(plan: Plan) -> str:

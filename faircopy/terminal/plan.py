@@ -23,6 +23,7 @@ from faircopy.planning.measured import Measured
 from faircopy.planning.memory import MARGIN, Setup
 from faircopy.planning.plan import Plan, estimate, make_plan
 from faircopy.planning.roofline import best_k
+from faircopy.progress import counted
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_K = 16  # of the best draft length, in tables and pictures
@@ -147,7 +148,8 @@ def _items(plan: Plan) -> Table:
 
 def _bounds(plan: Plan, wish: Wish) -> str:
     setup = plan.setup
-    dialogue = f"{setup.batch} dialogues of {wish.turns} turns of {wish.turn_tokens} tokens"
+    turns = f"{counted(wish.turns, 'turn')} of {counted(wish.turn_tokens, 'token')}"
+    dialogue = f"{counted(setup.batch, 'dialogue')} of {turns}"
     if setup.tokens < wish.turns * wish.turn_tokens:
         dialogue += f", cut to the context of {setup.tokens}"
     return f"Chosen for {dialogue}: {plan.reason}.\nBelow {_mib(plan.lower_bound)} MiB nothing can run."
