@@ -49,7 +49,17 @@ from faircopy.model.transformers_backend import TransformersModel
 from faircopy.planner import AutoLength
 from faircopy.planning.devices import DEVICES, named_device
 from faircopy.planning.drafts import NGRAM, NO_DRAFT, DraftShape, shape_of_draft
-from faircopy.planning.ladder import AS_ASKED, FEWER_LEVELS, FEWER_NODES, NONE, SMALLER, Speed, climb, rungs
+from faircopy.planning.ladder import (
+    AS_ASKED,
+    FEWER_LEVELS,
+    FEWER_NODES,
+    LEAST_CHUNK,
+    NONE,
+    SMALLER,
+    Speed,
+    climb,
+    rungs,
+)
 from faircopy.planning.limit import fit_into_memory
 from faircopy.planning.memory import (
     GRAPH_ROWS,
@@ -279,12 +289,22 @@ def test_a_chain_becomes_shorter() -> None:
 
 def test_of_a_rung_the_fastest_that_fits_is_taken() -> None:
     speeds = {63: 2.0, 47: 1.5, 31: 1.9, 23: 1.7, 15: 1.2, 7: 1.1, 0: 1.0}
-    base, speed = a_setup(), lambda setup: Speed(1.0, speeds[setup.nodes])
-    sizes = {n: total(memory_items(a_setup(draft=HEAD, nodes=n, levels=5))) for n in speeds if n}
+    base, speed = a_setup(chunk=LEAST_CHUNK), lambda setup: Speed(1.0, speeds[setup.nodes])
+    sizes = {n: total(memory_items(replace(base, draft=HEAD, nodes=n, levels=5))) for n in speeds if n}
     everything = climb(base, [HEAD], 63, sizes[63], speed)
     assert [c.setup.nodes for c in everything] == [63]
     less = climb(base, [HEAD], 63, sizes[63] - 1, speed)
     assert (less[-1].rung, less[-1].setup.nodes) == (FEWER_NODES, 31)
+
+
+def test_prompt_chunks_are_shortened_before_anything_of_a_draft_is_given_up() -> None:
+    base = a_setup(chunk=4096)
+    asked = replace(base, draft=HEAD, nodes=63, levels=5)
+    (kept,) = climb(base, [HEAD], 63, total(memory_items(asked)) - 1, lambda setup: Speed(1.0, 1.0 + setup.nodes))
+    assert kept.setup == replace(asked, chunk=2048) and kept.rung == AS_ASKED
+    least = total(memory_items(replace(asked, chunk=LEAST_CHUNK)))
+    given_up = climb(base, [HEAD], 63, least - 1, lambda setup: Speed(1.0, 1.0 + setup.nodes))
+    assert given_up[0].bytes == least and given_up[-1].rung == FEWER_NODES
 
 
 @given(st.integers(14_000, 60_000), st.integers(1, 32), st.integers(64, 4000), st.integers(0, 8))
@@ -385,7 +405,8 @@ def test_a_tight_limit_gives_up_levels_of_a_head(checkpoint: Callable[..., str],
     path = checkpoint("llama")
     save_head(head_for(path, load(path), "medusa").to(torch.bfloat16).float(), tmp_path / "head")
     plain = LLM(path, dtype="float32", cache_memory="4MiB").generate([[5, 6, 7]], SamplingParams(max_tokens=8))
-    config = EngineConfig(memory="1GiB", dtype="float32", device="cpu", max_batch=1, k=12)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "k": 12, "chunk": LEAST_CHUNK}
+    config = EngineConfig(memory="1GiB", **options)
     base = fit_into_memory(path, str(tmp_path / "head"), config)[2]
     least = next(c for c in base.tried if c.rung == AS_ASKED).bytes
     sizes = {
@@ -393,7 +414,7 @@ def test_a_tight_limit_gives_up_levels_of_a_head(checkpoint: Callable[..., str],
         for levels in range(1, base.setup.levels + 1)
     }
     assert sorted(sizes.values()) == list(sizes.values()) and max(sizes.values()) <= least
-    llm = LLM(path, tmp_path / "head", k=12, dtype="float32", device="cpu", max_batch=1, memory=sizes[2] + 4096)
+    llm = LLM(path, tmp_path / "head", memory=sizes[2] + 4096, **options)
     assert llm.config.draft_levels == 2 and llm.explain()["memory_plan"].startswith("2 draft tokens on 2 levels")
     (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     assert answer.token_ids == plain[0].token_ids
