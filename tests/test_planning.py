@@ -518,6 +518,8 @@ def test_plan_prints_tables_and_json(
     code, _, error = run_command(capsys, monkeypatch, *ask, "--memory", "12GiB")
     assert code == 2
     assert "--memory = '12GiB': below the" in error and "pass at least" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--gpu", "t4")
+    assert code == 2 and "memory = 'all of t4: 13,211 MiB': below the" in error
     code, _, error = run_command(capsys, monkeypatch, *ask, "--dtype", "int3")
     assert code == 2 and "--dtype = 'int3'" in error
     code, _, error = run_command(capsys, monkeypatch, *ask, "--plot", str(tmp_path / "law.txt"))

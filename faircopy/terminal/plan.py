@@ -67,8 +67,9 @@ def plan_for(wish: Wish) -> Plan:
     here = place if wish.gpu is None else None
     known = Measured.of(wish.target, drafts, shape.dtype, here, wish.batch * (wish.k + 1))
     source = known.source(drafts[0], wish.acceptance) if drafts else ""
-    speed = _speed(known, drafts, device, wish.acceptance)
-    return make_plan(base, drafts, wish.k, _budget(wish, device), device, speed, wish.memory, source=source)
+    speed, budget = _speed(known, drafts, device, wish.acceptance), _budget(wish, device)
+    asked = wish.memory or f"all of {device.name}: {_whole(budget)} MiB"
+    return make_plan(base, drafts, wish.k, budget, device, speed, asked, source=source)
 
 
 def _speed(
