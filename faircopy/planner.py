@@ -150,6 +150,11 @@ def _paid_length(step: FinishedStep) -> int:
     return asked if step.rows >= len(step.batch) * (asked + 1) else found
 
 
+def _drafts_as_asked(step: FinishedStep) -> bool:
+    """Whether requests brought draft lengths of their own: the step's time is not what was chosen here."""
+    return any(nodes and seq.request.k for seq, nodes in zip(step.batch.seqs, step.batch.max_nodes, strict=True))
+
+
 class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
@@ -216,6 +221,8 @@ class AutoLength(DraftLengths):
             self._learn_drafts(step, asked=step.captured or seconds is not None)
         if self._trial is not None and any(draft.tokens):
             self._trial.steps += 1
+        if _drafts_as_asked(step):
+            return
         batch, k = len(step.batch), _paid_length(step)
         if seconds is not None:
             self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
