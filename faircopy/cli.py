@@ -26,7 +26,7 @@ from faircopy.errors import (
     UnsupportedModel,
 )
 from faircopy.terminal.bench import app as bench
-from faircopy.terminal.guard import option_of, stoppable, writable
+from faircopy.terminal.guard import drawable, option_of, stoppable, writable
 from faircopy.terminal.laws import app as laws
 from faircopy.terminal.options import Command, Group, with_sampling
 from faircopy.terminal.train import app as train
@@ -418,7 +418,7 @@ def plan(
     """See what fits into a device's memory, before anything is loaded: config.json is enough."""
     from faircopy.terminal import plan as planning
 
-    writable("--plot", plot)
+    drawable("--plot", plot)
     own = [bundled.named(None)] if target is None and draft is None else []
     drafts = [bundled.named(name) for name in draft or own] if target is None else draft or []
     wish = planning.Wish(

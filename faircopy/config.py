@@ -18,7 +18,8 @@ VERIFIERS = ("exact", "rejection")
 QUALITIES = ("both", "explicit", "implicit", "off")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_RESERVE = 2 << 30  # bytes left free on a GPU: contexts, graphs, other processes
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20,
+          "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def parse_bytes(value: int | str, field: str = "memory") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     text = str(value).strip().upper()
-    number = text.rstrip("BKMGI ")
+    number = text.rstrip("BKMGTI ")
     unit = text[len(number) :].strip()
     try:
         amount = int(float(number) * _UNITS[unit])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
@@ -32,6 +34,12 @@ class Curve:
         if high == low:
             return last * rows / high
         return first + max(0.0, last - first) * (rows - low) / (high - low)
+
+    @property
+    def rises(self) -> bool:
+        """Whether its sizes are those of passes, each larger than the one before."""
+        sizes = [0, *(size for size, _ in self.points)]
+        return all(low < high for low, high in pairwise(sizes))
 
     def scaled(self, share: float) -> Curve:
         """Passes that take this share of the time."""
@@ -77,7 +85,11 @@ class CostTable:
             Curve(tuple((int(rows), float(seconds)) for rows, seconds in kept[name]), bool(kept["stepped"]))
             for name in ("target", "draft")
         )
-        return cls(target, draft, {(size, k): seconds for size, k, seconds in kept["steps"]})
+        steps = {(int(size), int(k)): float(seconds) for size, k, seconds in kept["steps"]}
+        times = [seconds for _, seconds in (*target.points, *draft.points)] + list(steps.values())
+        if not (target.rises and draft.rises and all(0.0 < seconds < math.inf for seconds in times)):
+            raise ValueError("not a table of measured costs")
+        return cls(target, draft, steps)
 
 
 GUESSED = CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False)  # its shape is corrected by what is measured

@@ -49,7 +49,7 @@ def known_history(target: str, drafter: str) -> History | None:
 
 def _history(kept: Any) -> History | None:
     """As it was kept; None: there is none, or the file was damaged."""
-    with suppress(KeyError, TypeError, ValueError):
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = tuple(min(1.0, max(0.0, float(rate))) for rate in kept["rates"])
         trees = tuple((max(1, int(nodes)), max(0.0, float(gain))) for nodes, gain in kept["trees"])
         return History(int(kept["drafts"]), rates, trees)

@@ -58,7 +58,7 @@ def kept_costs(name: str) -> list[tuple[str, CostTable]]:
 
 def _table(kept: Any) -> CostTable | None:
     """A table as it was kept; None: there is none, or the file was damaged, and it is measured again."""
-    with suppress(KeyError, TypeError, ValueError):
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
         table = CostTable.of_json(kept["table"])
         return table if table.target.points else None
     return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from faircopy.costs import CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths
 from faircopy.measured_acceptance import History
+from faircopy.progress import counted
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
@@ -149,6 +150,11 @@ def _paid_length(step: FinishedStep) -> int:
     return asked if step.rows >= len(step.batch) * (asked + 1) else found
 
 
+def _drafts_as_asked(step: FinishedStep) -> bool:
+    """Whether requests brought draft lengths of their own: the step's time is not what was chosen here."""
+    return any(nodes and seq.request.k for seq, nodes in zip(step.batch.seqs, step.batch.max_nodes, strict=True))
+
+
 class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
@@ -181,7 +187,7 @@ class AutoLength(DraftLengths):
 
     @property
     def brief(self) -> str:
-        return f"{self.k} draft tokens" if self.k else "drafting off"
+        return counted(self.k, "draft token") if self.k else "drafting off"
 
     @property
     def confidence(self) -> Confidence | None:
@@ -215,6 +221,8 @@ class AutoLength(DraftLengths):
             self._learn_drafts(step, asked=step.captured or seconds is not None)
         if self._trial is not None and any(draft.tokens):
             self._trial.steps += 1
+        if _drafts_as_asked(step):
+            return
         batch, k = len(step.batch), _paid_length(step)
         if seconds is not None:
             self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
@@ -373,7 +381,7 @@ class AutoLength(DraftLengths):
         first = min(FIRST, self._max_k)
         for k, steps, reason in (
             (0, PLAIN, "measuring plain decoding"),
-            (first, TRIAL, f"trying {first} draft tokens"),
+            (first, TRIAL, f"trying {counted(first, 'draft token')}"),
         ):
             if self.costs.tried(batch, k) < steps:
                 self.k, self._held = k, 0
@@ -436,7 +444,8 @@ class AutoLength(DraftLengths):
 
     def _why(self, batch: int, best: int, rates: dict[int, float]) -> str:
         if best:
-            return f"{best} draft tokens: {rates[best] / rates[0]:.2f} times plain decoding at batch {batch}"
+            gain = rates[best] / rates[0]
+            return f"{counted(best, 'draft token')}: {gain:.2f} times plain decoding at batch {batch}"
         least = min((k for k in rates if k), default=0)
         dearer = 100.0 * (rates[0] / rates[least] - 1.0) if least else 0.0
         return f"drafting is off: at batch {batch} a drafted step costs {dearer:.0f} % more than it brings"

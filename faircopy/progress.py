@@ -28,6 +28,11 @@ def tell(what: str) -> None:
         print(what, file=sys.stderr)
 
 
+def counted(count: int, what: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def amount(count: int) -> str:
     """Bytes for people: 1.07 GB, 34 MB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

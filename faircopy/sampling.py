@@ -58,7 +58,10 @@ def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list
         chosen = kernel.pick_rows(scores, *_drawing(rows), strict=strict and not adjusts)
         if strict and not adjusts:  # the kernel has found broken rows itself
             return chosen.tolist()
-    return torch.where(not_finite(logits, strict), BROKEN, chosen).tolist()
+    broken = not_finite(logits, strict)
+    if adjusts:
+        broken |= not_finite(scores, False)
+    return torch.where(broken, BROKEN, chosen).tolist()
 
 
 def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -95,12 +98,16 @@ def choice_bytes(rows: int, vocab: int, dtype: torch.dtype, sampled: bool = True
 
 
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token."""
+    """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token.
+
+    NaN in a row that has no token left.
+    """
     scores = adjusted(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if len(drawn) == len(rows):
         return torch.softmax(filtered(scores, rows), -1)
     result = torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+    result.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, torch.nan)
     if drawn:
         result[drawn] = torch.softmax(filtered(scores[drawn], [rows[i] for i in drawn]), -1)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
@@ -88,15 +88,19 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _as_bias(value: Any) -> dict[int, float]:
+    """JSON has ids as texts; other keys are whole numbers of any kind."""
     try:
-        return {int(token): float(bias) for token, bias in (value or {}).items()}
-    except (AttributeError, TypeError, ValueError):
+        return {
+            int(token) if isinstance(token, str) else operator.index(token): float(bias)
+            for token, bias in (value or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise RequestError(
             "logit_bias", value, "not a mapping of token ids to numbers", "pass {token_id: bias}"
         ) from None
 
 
-def _number(low: float, high: float = math.inf, open_low: bool = False) -> Callable[[Any], bool]:
+def _number(low: float, high: float, open_low: bool = False) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300 or value != value:
             return False
@@ -143,9 +147,9 @@ _RULES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("n", _integer(1), "not a whole number of at least 1", "use 1 for one answer"),
     ("logprobs", _integer(0, optional=True), "not a whole number of at least 0", "use None to switch them off"),
     ("prompt_logprobs", _integer(0, optional=True), "not a whole number of at least 0", "use None to switch them off"),
-    ("repetition_penalty", _number(0.0, open_low=True), "not a number above 0", "use 1 to switch it off"),
-    ("presence_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
-    ("frequency_penalty", _number(-math.inf), "not a finite number", "use 0 to switch it off"),
+    ("repetition_penalty", _number(1e-6, 1e9), "not in [1e-6, 1e9]", "use 1 to switch it off"),
+    ("presence_penalty", _number(-1e9, 1e9), "not in [-1e9, 1e9]", "use 0 to switch it off"),
+    ("frequency_penalty", _number(-1e9, 1e9), "not in [-1e9, 1e9]", "use 0 to switch it off"),
     ("bad_words", _each(_text), "holds something that is not a non-empty string", "pass a list of strings"),
     ("ignore_eos", lambda v: isinstance(v, bool), "not true or false", "pass a bool"),
     (

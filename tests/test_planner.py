@@ -20,7 +20,7 @@ from faircopy.model.loader import load_model
 from faircopy.planner import REFERENCE, Acceptance, AutoLength
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
-from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Sequence, Verdict
+from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
 from tests.helpers import assert_same, random_prompts, references, requests_of, run
 
 
@@ -101,6 +101,22 @@ def test_a_captured_step_that_finds_nothing_is_paid_for() -> None:
         chooser.observe(FinishedStep(batch, nothing, verdict, 8 * (asked + 1), 8 * asked), 1.2)
     assert chooser._saved < 0 and chooser.costs.of(8, 0) < 1.05 * plain
     assert chooser.choose(seqs) == [0] * 8
+
+
+def test_drafts_that_a_request_asked_for_are_not_charged_to_the_others() -> None:
+    """Their acceptance says something of the drafter; what they cost was not chosen."""
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 1.1)))))
+    asking, other = Sequence(1, Request((1,), k=64), [1]), sequences(1)[0]
+    wrong = FinishedStep(Batch([asking], [1], [64]), Draft.chains([[0] * 64]), Verdict([Decision([], [0])]), 65, 0)
+    right = wrong._replace(verdict=Verdict([Decision(list(range(64)), [0] * 65)]))
+    for _ in range(50):
+        chooser.observe(wrong, 30.0)
+    before = chooser.acceptance.survival(None, 1)
+    for _ in range(300):
+        chooser.observe(right, 30.0)
+    assert chooser.acceptance.survival(None, 1) > before
+    assert max(chooser.choose([other])[0] for _ in range(40)) > 0
+    assert chooser._saved == 0.0
 
 
 def test_steps_that_only_read_are_no_lookups_without_a_result() -> None:
@@ -209,6 +225,26 @@ def test_damaged_tables_are_measured_again(tmp_path: Path, monkeypatch: pytest.M
         table = measured_costs.cost_table(model, None, config)
         assert table is not None and table.target.points
         assert [found for _, found in measured_costs.kept_costs(str(bundled.draft()))] == [table]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"target": [[0, 1.0]]}, {"target": [[4, 1.0], [1, 2.0]]}, {"target": [[1, float("nan")]]}, {"draft": [[1, -1.0]]},
+     {"target": [[1, float("inf")]]}, {"steps": [["a", 1, 1.0]]}, {"steps": [[1, 0, "x"]]}, {"steps": [[1, 0, 0.0]]}],
+    ids=str,
+)  # fmt: skip
+def test_impossible_costs_are_no_table(change: dict[str, object]) -> None:
+    kept = CostTable(Curve(((1, 1.0), (8, 2.0))), steps={(4, 0): 1.0}).as_json()
+    assert CostTable.of_json(kept).steps == {(4, 0): 1.0}
+    with pytest.raises(ValueError):
+        CostTable.of_json({**kept, **change})
+
+
+def test_sentences_count_one_token() -> None:
+    lengths = AutoLength(1)
+    lengths.k = 1
+    assert lengths.brief == "1 draft token"
+    assert lengths._why(2, 1, {0: 1.0, 1: 1.5}) == "1 draft token: 1.50 times plain decoding at batch 2"
 
 
 class Picky(DraftLengths):

@@ -26,6 +26,7 @@ from faircopy import (
     ConfigError,
     RequestError,
     SamplingParams,
+    UnsupportedModel,
     bundled,
     measured_acceptance,
     measured_costs,
@@ -33,7 +34,7 @@ from faircopy import (
 from faircopy.bench.shapes import random_model, shape_config
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
-from faircopy.config import EngineConfig
+from faircopy.config import EngineConfig, parse_bytes
 from faircopy.costs import CostTable, Curve
 from faircopy.drafters.folder import head_skeleton, load_head, save_head
 from faircopy.drafters.trees import best_shape, node_values
@@ -48,7 +49,17 @@ from faircopy.model.transformers_backend import TransformersModel
 from faircopy.planner import AutoLength
 from faircopy.planning.devices import DEVICES, named_device
 from faircopy.planning.drafts import NGRAM, NO_DRAFT, DraftShape, shape_of_draft
-from faircopy.planning.ladder import AS_ASKED, FEWER_LEVELS, FEWER_NODES, NONE, SMALLER, Speed, climb, rungs
+from faircopy.planning.ladder import (
+    AS_ASKED,
+    FEWER_LEVELS,
+    FEWER_NODES,
+    LEAST_CHUNK,
+    NONE,
+    SMALLER,
+    Speed,
+    climb,
+    rungs,
+)
 from faircopy.planning.limit import fit_into_memory
 from faircopy.planning.memory import (
     GRAPH_ROWS,
@@ -67,6 +78,7 @@ from faircopy.types import Batch, Draft, Request, Sequence
 from tests.helpers import CPU, load
 from tests.test_cli import run as run_command
 from tests.test_heads import head_for
+from tests.zoo import REFUSED, ZOO
 
 H200 = DEVICES["h200"]
 SMALL: dict[str, Any] = {
@@ -92,7 +104,7 @@ def a_setup(**changes: Any) -> Setup:
 # Sizes
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "phi3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "phi3", "qwen3_moe", "gpt2", "gpt_bigcode", "gemma4_moe"])
 def test_a_configuration_alone_tells_what_the_loaded_model_holds(checkpoint: Callable[..., str], name: str) -> None:
     path = checkpoint(name)
     known, model = shape_of_checkpoint(path, torch.float32, CPU), load(path)
@@ -104,6 +116,20 @@ def test_a_configuration_alone_tells_what_the_loaded_model_holds(checkpoint: Cal
     assert [(layer.kv_heads, layer.head_dim) for layer in known.layers] == own
     assert weight_bytes(known, CPU) == pytest.approx(model.weight_bytes, rel=0.2)  # tiny ones have large tables
     assert known.qk_norm == loaded.qk_norm
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_every_architecture_that_is_served_can_be_planned(name: str) -> None:
+    shape = shape_of_config(ZOO[name](), torch.bfloat16, name)
+    for device in (CPU, torch.device("cuda")):
+        assert total(memory_items(a_setup(target=shape, device=device, tokens=64))) > weight_bytes(shape, device)
+
+
+@pytest.mark.parametrize("name", ["mamba", "t5", "qwen3_next", "phi3_longrope"])
+def test_a_plan_for_what_cannot_be_served_is_refused(name: str, tmp_path: Path) -> None:
+    REFUSED[name]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=str(tmp_path)):
+        shape_of_checkpoint(str(tmp_path), torch.float32, CPU)
 
 
 def test_parameters_of_known_models() -> None:
@@ -263,12 +289,22 @@ def test_a_chain_becomes_shorter() -> None:
 
 def test_of_a_rung_the_fastest_that_fits_is_taken() -> None:
     speeds = {63: 2.0, 47: 1.5, 31: 1.9, 23: 1.7, 15: 1.2, 7: 1.1, 0: 1.0}
-    base, speed = a_setup(), lambda setup: Speed(1.0, speeds[setup.nodes])
-    sizes = {n: total(memory_items(a_setup(draft=HEAD, nodes=n, levels=5))) for n in speeds if n}
+    base, speed = a_setup(chunk=LEAST_CHUNK), lambda setup: Speed(1.0, speeds[setup.nodes])
+    sizes = {n: total(memory_items(replace(base, draft=HEAD, nodes=n, levels=5))) for n in speeds if n}
     everything = climb(base, [HEAD], 63, sizes[63], speed)
     assert [c.setup.nodes for c in everything] == [63]
     less = climb(base, [HEAD], 63, sizes[63] - 1, speed)
     assert (less[-1].rung, less[-1].setup.nodes) == (FEWER_NODES, 31)
+
+
+def test_prompt_chunks_are_shortened_before_anything_of_a_draft_is_given_up() -> None:
+    base = a_setup(chunk=4096)
+    asked = replace(base, draft=HEAD, nodes=63, levels=5)
+    (kept,) = climb(base, [HEAD], 63, total(memory_items(asked)) - 1, lambda setup: Speed(1.0, 1.0 + setup.nodes))
+    assert kept.setup == replace(asked, chunk=2048) and kept.rung == AS_ASKED
+    least = total(memory_items(replace(asked, chunk=LEAST_CHUNK)))
+    given_up = climb(base, [HEAD], 63, least - 1, lambda setup: Speed(1.0, 1.0 + setup.nodes))
+    assert given_up[0].bytes == least and given_up[-1].rung == FEWER_NODES
 
 
 @given(st.integers(14_000, 60_000), st.integers(1, 32), st.integers(64, 4000), st.integers(0, 8))
@@ -369,7 +405,8 @@ def test_a_tight_limit_gives_up_levels_of_a_head(checkpoint: Callable[..., str],
     path = checkpoint("llama")
     save_head(head_for(path, load(path), "medusa").to(torch.bfloat16).float(), tmp_path / "head")
     plain = LLM(path, dtype="float32", cache_memory="4MiB").generate([[5, 6, 7]], SamplingParams(max_tokens=8))
-    config = EngineConfig(memory="1GiB", dtype="float32", device="cpu", max_batch=1, k=12)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 1, "k": 12, "chunk": LEAST_CHUNK}
+    config = EngineConfig(memory="1GiB", **options)
     base = fit_into_memory(path, str(tmp_path / "head"), config)[2]
     least = next(c for c in base.tried if c.rung == AS_ASKED).bytes
     sizes = {
@@ -377,7 +414,7 @@ def test_a_tight_limit_gives_up_levels_of_a_head(checkpoint: Callable[..., str],
         for levels in range(1, base.setup.levels + 1)
     }
     assert sorted(sizes.values()) == list(sizes.values()) and max(sizes.values()) <= least
-    llm = LLM(path, tmp_path / "head", k=12, dtype="float32", device="cpu", max_batch=1, memory=sizes[2] + 4096)
+    llm = LLM(path, tmp_path / "head", memory=sizes[2] + 4096, **options)
     assert llm.config.draft_levels == 2 and llm.explain()["memory_plan"].startswith("2 draft tokens on 2 levels")
     (answer,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     assert answer.token_ids == plain[0].token_ids
@@ -460,6 +497,11 @@ def test_a_dialogue_stays_within_the_limit_to_its_last_turn() -> None:
 # The command
 
 
+@pytest.mark.parametrize(("text", "size"), [("1.5TiB", 3 << 39), ("2 TB", 2 * 10**12), ("24 gib", 24 << 30), ("7", 7)])
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
 def test_plan_prints_tables_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -476,8 +518,14 @@ def test_plan_prints_tables_and_json(
     code, _, error = run_command(capsys, monkeypatch, *ask, "--memory", "12GiB")
     assert code == 2
     assert "--memory = '12GiB': below the" in error and "pass at least" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--gpu", "t4")
+    assert code == 2 and "memory = 'all of t4: 13,211 MiB': below the" in error
     code, _, error = run_command(capsys, monkeypatch, *ask, "--dtype", "int3")
     assert code == 2 and "--dtype = 'int3'" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--plot", str(tmp_path / "law.txt"))
+    assert code == 2 and "law.txt" in error and ".svg" in error
+    code, _, error = run_command(capsys, monkeypatch, *ask, "--draft", bundled.named("clover"))
+    assert code == 2 and f"--draft = '{bundled.named('clover')}': a head for" in error
 
 
 def test_plan_knows_heads_by_their_folders() -> None:

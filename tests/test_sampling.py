@@ -10,6 +10,7 @@ import torch
 from faircopy import rng
 from faircopy.errors import RequestError
 from faircopy.kernels.filters import Filter, exclude, mass
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.sampling import SamplingRow, choose, filtered, logprobs, probabilities
 from faircopy.testing import TableModel, plain_choice, plain_scores
 from faircopy.types import Request, SamplingParams, Sequence
@@ -22,7 +23,9 @@ BAD: list[tuple[str, object]] = [
     ("max_tokens", 0), ("max_tokens", True), ("min_tokens", -1), ("stop", ""), ("stop", ["a", ""]), ("stop", [3]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("n", 0), ("logprobs", -1), ("prompt_logprobs", -1),
     ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {1: float("nan")}),
-    ("logit_bias", {1: float("inf")}), ("repetition_penalty", 0),
+    ("logit_bias", {1: float("inf")}), ("logit_bias", {1: 10**400}), ("logit_bias", {1.5: 1}),
+    ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300),
+    ("presence_penalty", 1e39), ("frequency_penalty", -1e39),
     ("presence_penalty", float("inf")), ("frequency_penalty", "x"), ("bad_words", [""]), ("ignore_eos", 1),
 ]  # fmt: skip
 
@@ -100,6 +103,27 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits[1, [7, 30]] = 4.0
     greedy = a_row(SamplingParams())
     assert choose(logits, [greedy, greedy]) == [0, 7]
+
+
+def test_a_row_without_a_token_left_is_broken() -> None:
+    words = tuple((token,) for token in range(4))
+    rows = [a_row(SamplingParams(temperature=t, top_p=p), bad_words=words) for t in (0.0, 1.0) for p in (1.0, 0.5)]
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    free = a_row(SamplingParams())
+    assert choose(logits, [*rows, free]) == [*[BROKEN] * 4, int(logits[4].argmax())]
+    assert probabilities(logits, [*rows, free]).isnan().any(-1).tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_excluded_token_is_written(verifier: str, temperature: float) -> None:
+    """A text ends with an error where every token is excluded; the others of its batch go on."""
+    engine = engine_of(TableModel(vocab=4), verifier=verifier)
+    params = SamplingParams(temperature=temperature, max_tokens=9)
+    words = tuple((first, second) for first in range(4) for second in range(4))
+    stuck, free = run(engine, [Request((1,), params, 1, bad_words=words), Request((1,), params, 1)])
+    assert stuck.output == free.output[:1] and len(free.output) == 9
+    assert stuck.error is not None and "exclude every token" in str(stuck.error)
 
 
 def test_filters_keep_what_they_should() -> None:

@@ -333,10 +333,10 @@ class CheckpointTensors:
 def _load_transformers(
     name: str, folder: Path, dtype: torch.dtype, device: torch.device, exact: bool, ranks: Ranks | None
 ) -> Model:
-    from faircopy.model.transformers_backend import TransformersModel, check_static
+    from faircopy.model.transformers_backend import TransformersModel
 
     config = load_config(folder)
-    check_static(name, config, _model_class(name, config))
+    check_servable(name, config)
     if ranks is None:
         return TransformersModel(name, load_stock(name, dtype, device), exact)
     from faircopy.model.stock_reader import StockReader
@@ -352,6 +352,14 @@ def _load_transformers(
 def load_stock(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A frozen transformers model, for those who train on what it says."""
     return _from_pretrained(path, find_checkpoint(path), dtype).to(device).eval().requires_grad_(False)
+
+
+def check_servable(name: str, config: Any) -> None:
+    """Refuse by name what a configuration alone shows to be unservable."""
+    from faircopy.model.transformers_backend import check_static
+
+    if not fits_decoder(config):
+        check_static(name, config, _model_class(name, config))
 
 
 def _model_class(name: str, config: Any) -> Any:

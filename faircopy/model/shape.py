@@ -9,7 +9,14 @@ import torch
 
 from faircopy.layout.base import LayerShape
 from faircopy.model.base import Model, ModelShape
-from faircopy.model.loader import checkpoint_dtype, fits_decoder, load_config, native_dtype, stock_skeleton
+from faircopy.model.loader import (
+    check_servable,
+    checkpoint_dtype,
+    fits_decoder,
+    load_config,
+    native_dtype,
+    stock_skeleton,
+)
 from faircopy.model.transformers_backend import TransformersModel, context_length
 from faircopy.model.weights import head_size
 
@@ -18,6 +25,7 @@ def shape_of_checkpoint(path: str, dtype: torch.dtype | None, device: torch.devi
     """From the config.json of a folder or a hub id; dtype None: as `load_model` chooses it on this device."""
     folder = Path(path).expanduser()
     config = load_config(folder if folder.exists() else path)
+    check_servable(path, config)
     return shape_of_config(config, dtype or native_dtype(checkpoint_dtype(config), device), path)
 
 
@@ -28,6 +36,7 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
     embedding = skeleton.get_input_embeddings().weight.numel()
     experts = sum(p.numel() for name, p in skeleton.named_parameters() if ".experts." in name)
     tied = bool(config.tie_word_embeddings)
+    layers = _layer_configs(config)
     return ModelShape(
         name=name or config.model_type,
         backend="decoder" if fits_decoder(config) else "transformers",
@@ -37,10 +46,10 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
         vocab=config.vocab_size,
         context=context_length(config),
         hidden=config.hidden_size,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=max(_intermediate(layer) for layer in layers),
         heads=config.num_attention_heads,
-        head_dim=head_size(config),
-        layers=_layers(config),
+        head_dim=max(map(head_size, layers)),
+        layers=tuple(map(_layer, layers)),
         tied=tied,
         experts=experts,
         qk_norm=any(name.endswith("q_norm.weight") for name, _ in skeleton.named_parameters()),
@@ -73,11 +82,23 @@ def shape_of_model(model: Model) -> ModelShape:
     )
 
 
-def _layers(config: Any) -> tuple[LayerShape, ...]:
+def _layer_configs(config: Any) -> list[Any]:
+    """The configuration as each layer sees it; newer versions of transformers let widths differ between layers."""
+    views = getattr(config, "per_layer_config", None)
+    return [config if views is None else views[n] for n in range(int(config.num_hidden_layers))]
+
+
+def _intermediate(config: Any) -> int:
+    """Some configurations list one width per layer."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(width) if isinstance(width, list | tuple) else width)
+
+
+def _layer(config: Any) -> LayerShape:
     heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
     width = max(head_size(config), getattr(config, "v_head_dim", None) or 0, _latent_head(config))
-    return (LayerShape(keys, width, 0, heads // keys),) * int(config.num_hidden_layers)
+    return LayerShape(keys, width, 0, heads // keys)
 
 
 def _latent_head(config: Any) -> int:

@@ -14,6 +14,7 @@ from faircopy.errors import ConfigError
 from faircopy.kernels.groups import shared_groups
 from faircopy.kernels.linear import Product
 from faircopy.kernels.ranks import Ranks
+from faircopy.progress import counted
 
 GRAIN = 16  # a share of the vocabulary is a multiple of this
 
@@ -178,4 +179,4 @@ def dense_shares(name: str, config: Any, head_dim: int, vocab: int, device: torc
 
 
 def counted_ranks(ranks: Ranks) -> str:
-    return "1 rank" if ranks.size == 1 else f"{ranks.size} ranks"
+    return counted(ranks.size, "rank")

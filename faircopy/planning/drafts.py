@@ -11,6 +11,7 @@ from faircopy.drafters.base import Drafter
 from faircopy.drafters.folder import head_skeleton
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import OFFERED, node_values
+from faircopy.errors import ConfigError
 from faircopy.layout.base import LayerShape
 from faircopy.model.anatomy import is_head
 from faircopy.model.base import ModelShape
@@ -76,6 +77,15 @@ def shape_of_draft(draft: Any, dtype: torch.dtype, device: torch.device) -> Draf
         return _model(shape_of_checkpoint(draft, dtype, device))
     head = head_skeleton(draft)
     return _head(draft, head, tuple(head_skeleton(draft, n + 1).size for n in range(head.levels)))
+
+
+def check_head(draft: str, target: ModelShape) -> None:
+    """Refuse a head whose sizes show that it was made for another target; weights may tell more when they are read."""
+    if is_head(draft):
+        made = head_skeleton(draft).config
+        if (made.vocab, made.depth) != (target.vocab, len(target.layers)):
+            problem = f"a head for {made.target}, not for {target.name}"
+            raise ConfigError("draft", draft, problem, "train one with `faircopy train head`")
 
 
 def _model(shape: ModelShape) -> DraftShape:

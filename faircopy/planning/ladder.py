@@ -1,8 +1,9 @@
 """SpecMemo's order of giving things up, so that a budget holds: later rungs cost more speed.
 
-The keys and values of the planned dialogue are never given up. First the draft as asked for; then trees of fewer nodes;
-then fewer levels, or a shorter chain; then the next smaller drafter, in the same order; then no drafter. Of the rung
-where something fits and is faster than plain decoding, the fastest is taken.
+The keys and values of the planned dialogue are never given up. First the draft as asked for, with shorter prompt chunks
+where that is enough; then trees of fewer nodes; then fewer levels, or a shorter chain; then the next smaller drafter,
+in the same order; then no drafter. Of the rung where something fits and is faster than plain decoding, the fastest is
+taken.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ AS_ASKED, FEWER_NODES, FEWER_LEVELS, SMALLER, NONE = (
     "smaller drafter",
     "no drafter",
 )
+LEAST_CHUNK = 64  # prompt tokens per step
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the nodes asked for, tried in trees
 
 
@@ -68,7 +70,7 @@ def climb(
     tried: list[Candidate] = []
     for rung, shapes in rungs(drafts, nodes):
         group = [
-            _candidate(rung, replace(base, draft=draft, nodes=count, levels=levels), speed)
+            _candidate(rung, replace(base, draft=draft, nodes=count, levels=levels), budget, speed)
             for draft, count, levels in shapes
         ]
         pays = [c for c in group if c.bytes <= budget and (c.speed.tokens_per_second > plain or rung == NONE)]
@@ -79,5 +81,14 @@ def climb(
     return tried
 
 
-def _candidate(rung: str, setup: Setup, speed: Callable[[Setup], Speed]) -> Candidate:
+def with_shorter_chunks(setup: Setup, crowds: Callable[[Setup], bool]) -> Setup:
+    """Prompt chunks short enough that their pass leaves memory for the rest, if the shortest do."""
+    while setup.chunk > LEAST_CHUNK and crowds(setup):
+        setup = replace(setup, chunk=max(LEAST_CHUNK, setup.chunk // 2))
+    return setup
+
+
+def _candidate(rung: str, setup: Setup, budget: int, speed: Callable[[Setup], Speed]) -> Candidate:
+    """Shorter prompt chunks come before giving up anything of a draft."""
+    setup = with_shorter_chunks(setup, lambda shorter: total(memory_items(shorter)) > budget)
     return Candidate(rung, setup, total(memory_items(setup)), speculation_bytes(setup), speed(setup))

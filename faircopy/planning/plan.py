@@ -11,11 +11,11 @@ from typing import Any
 from faircopy.errors import ConfigError
 from faircopy.planning.devices import Device
 from faircopy.planning.drafts import DraftShape
-from faircopy.planning.ladder import AS_ASKED, NONE, Candidate, Speed, climb
+from faircopy.planning.ladder import AS_ASKED, LEAST_CHUNK, NONE, Candidate, Speed, climb, with_shorter_chunks
 from faircopy.planning.memory import Item, Setup, memory_items, total, without_drafts
 from faircopy.planning.roofline import BatchLaw, Roofline
+from faircopy.progress import counted
 
-LEAST_CHUNK = 64  # prompt tokens per step
 SHARE = 10  # a prompt's pass may take this part of the budget
 MIB = 1 << 20
 
@@ -69,7 +69,7 @@ def make_plan(
 
     speed: what rungs are compared by. source: where it comes from, for the sentence that explains the plan.
     """
-    base = with_chunk(without_drafts(base), budget)
+    base = with_shorter_chunks(without_drafts(base), lambda setup: _crowds(setup, budget))
     speed = speed or (lambda setup: estimate(setup, device))
     least = smallest(base)
     if least > budget:
@@ -87,13 +87,6 @@ def make_plan(
 def smallest(base: Setup) -> int:
     """The least memory in which the dialogue can be held at all: no drafter, the shortest prompt chunks."""
     return total(memory_items(replace(without_drafts(base), chunk=min(base.chunk, LEAST_CHUNK))))
-
-
-def with_chunk(setup: Setup, budget: int) -> Setup:
-    """Prompt chunks short enough that their pass leaves memory for the rest."""
-    while setup.chunk > LEAST_CHUNK and _crowds(setup, budget):
-        setup = replace(setup, chunk=max(LEAST_CHUNK, setup.chunk // 2))
-    return setup
 
 
 def _crowds(setup: Setup, budget: int) -> bool:
@@ -137,16 +130,16 @@ def _draft_seconds(setup: Setup, device: Device) -> float:
 
 def _dialogue(setup: Setup) -> str:
     if setup.pages is not None:
-        return f"{setup.pages * setup.page} tokens and passes of {setup.batch} sequences"
-    return f"{setup.batch} sequences of {setup.tokens} tokens"
+        return f"{setup.pages * setup.page} tokens and passes of {counted(setup.batch, 'sequence')}"
+    return f"{counted(setup.batch, 'sequence')} of {counted(setup.tokens, 'token')}"
 
 
 def _what(chosen: Candidate) -> str:
     setup = chosen.setup
     if chosen.rung == NONE:
         return "no drafter"
-    shape = f" on {setup.levels} levels" if setup.draft.tree else ""
-    return f"{setup.nodes} draft tokens{shape} by {Path(setup.draft.name).name}"
+    shape = f" on {counted(setup.levels, 'level')}" if setup.draft.tree else ""
+    return f"{counted(setup.nodes, 'draft token')}{shape} by {Path(setup.draft.name).name}"
 
 
 def _why(plan: Plan) -> str:

@@ -201,7 +201,7 @@ class Sampling(Body):
     ignore_eos: bool | None = False
     n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
     logit_bias: dict[Annotated[str, Field(json_schema_extra={"format": TOKEN_ID})], Bias] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e9)] | None = 1.0
     presence_penalty: Bias | None = 0.0
     frequency_penalty: Bias | None = 0.0
     bad_words: list[Text] | None = None

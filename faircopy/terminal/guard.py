@@ -21,6 +21,8 @@ OPTIONS = {  # fields that the command line has another name for
     "urls": "--url",
 }
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
 
 def stoppable(command: Callable[..., None]) -> Callable[..., None]:
     """Ctrl-C ends a command cleanly, whatever it is doing."""
@@ -34,6 +36,14 @@ def stoppable(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     return run
+
+
+def drawable(option: str, path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn, before what it should show is computed."""
+    if path is not None and path.suffix.lower() not in PICTURES:
+        problem = "its name does not end like a picture's"
+        raise ConfigError(option, str(path), problem, f"let it end in {', '.join(PICTURES)}")
+    writable(option, path)
 
 
 def writable(option: str, path: Path | None) -> None:

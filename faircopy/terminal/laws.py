@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from faircopy import bundled
-from faircopy.terminal.guard import stoppable, writable
+from faircopy.terminal.guard import drawable, stoppable
 from faircopy.terminal.options import Command, Group
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def fit(
     from faircopy.laws import report
     from faircopy.laws.points import read_results
 
-    writable("--plot", plot)
+    drawable("--plot", plot)
     mine = report.one_target(read_results(results), target_name)
     found = [report.report(mine, measure) for measure in report.measures_of(mine)]
     if plot is not None:
@@ -129,7 +129,7 @@ def predict(
     from faircopy.laws.predict import parse_time, tree_shares
     from faircopy.laws.predict import predict as predicted
 
-    writable("--plot", plot)
+    drawable("--plot", plot)
     mine = report.one_target(read_results(results), target_name)
     serving = Serving(target or bundled.target(), context, tuple(layers or (1, 2, 3, 4, 6)), gpu, costs, times)
     known, same = costs_for(serving, mine)

@@ -17,12 +17,13 @@ from faircopy.costs import CostTable
 from faircopy.measured_costs import kept_costs
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
-from faircopy.planning.drafts import NO_DRAFT, DraftShape, shape_of_draft
+from faircopy.planning.drafts import NO_DRAFT, DraftShape, check_head, shape_of_draft
 from faircopy.planning.ladder import Candidate, Speed
 from faircopy.planning.measured import Measured
 from faircopy.planning.memory import MARGIN, Setup
 from faircopy.planning.plan import Plan, estimate, make_plan
 from faircopy.planning.roofline import best_k
+from faircopy.progress import counted
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_K = 16  # of the best draft length, in tables and pictures
@@ -49,6 +50,8 @@ def plan_for(wish: Wish) -> Plan:
     device = named_device(wish.gpu)
     place, kind = device.torch_device, EngineConfig(device="cpu", dtype=wish.dtype).torch_dtype()
     shape = shape_of_checkpoint(wish.target, kind, place)
+    for draft in wish.drafts:
+        check_head(draft, shape)
     drafts = [shape_of_draft(draft, shape.dtype, place) for draft in wish.drafts]
     base = Setup(
         target=shape,
@@ -64,8 +67,9 @@ def plan_for(wish: Wish) -> Plan:
     here = place if wish.gpu is None else None
     known = Measured.of(wish.target, drafts, shape.dtype, here, wish.batch * (wish.k + 1))
     source = known.source(drafts[0], wish.acceptance) if drafts else ""
-    speed = _speed(known, drafts, device, wish.acceptance)
-    return make_plan(base, drafts, wish.k, _budget(wish, device), device, speed, wish.memory, source=source)
+    speed, budget = _speed(known, drafts, device, wish.acceptance), _budget(wish, device)
+    asked = wish.memory or f"all of {device.name}: {_whole(budget)} MiB"
+    return make_plan(base, drafts, wish.k, budget, device, speed, asked, source=source)
 
 
 def _speed(
@@ -145,7 +149,8 @@ def _items(plan: Plan) -> Table:
 
 def _bounds(plan: Plan, wish: Wish) -> str:
     setup = plan.setup
-    dialogue = f"{setup.batch} dialogues of {wish.turns} turns of {wish.turn_tokens} tokens"
+    turns = f"{counted(wish.turns, 'turn')} of {counted(wish.turn_tokens, 'token')}"
+    dialogue = f"{counted(setup.batch, 'dialogue')} of {turns}"
     if setup.tokens < wish.turns * wish.turn_tokens:
         dialogue += f", cut to the context of {setup.tokens}"
     return f"Chosen for {dialogue}: {plan.reason}.\nBelow {_mib(plan.lower_bound)} MiB nothing can run."

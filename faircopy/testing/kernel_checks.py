@@ -30,6 +30,7 @@ from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.rope import rope_table
 from faircopy.testing import sampling_checks, tree_checks
 
@@ -432,16 +433,17 @@ def _streams(device: torch.device) -> float:
 
 
 def _pick(device: torch.device) -> float:
-    logits = _random(device, 6, 9000, dtype=HALF)
+    logits = _random(device, 8, 9000, dtype=HALF)
+    logits[6:] = -torch.inf
     logits[1, 4097] = logits[1, 8000] = 50.0
     logits[4, 5000] = torch.nan
     logits[5, 17] = -torch.inf
-    temperatures = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0], device=device)
-    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(6)], device=device)
+    temperatures = torch.tensor([0.0, 0.0, 0.8, 1.3, 0.0, 0.0, 0.0, 0.8], device=device)
+    keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(8)], device=device)
     wrong = 0
     for strict in (False, True):
         ours, twin = (f(logits, temperatures, keys, 8990, strict=strict) for f in (pick.pick, pick.pick_twin))
-        wrong += int((ours != twin).sum())
+        wrong += int((ours != twin).sum()) + int((ours[6:] != BROKEN).sum())
     return float(wrong)
 
 

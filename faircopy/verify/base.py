@@ -39,12 +39,11 @@ def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], p
 
 
 def numerics_error(seq: Sequence) -> NumericsError:
-    return NumericsError(
-        "logits",
-        f"request {seq.id}",
-        "the target produced NaN or infinite logits",
-        "check the checkpoint, or run it in float32",
-    )
+    problem, remedy = "the target produced NaN or infinite logits", "check the checkpoint, or run it in float32"
+    if seq.params.min_tokens or seq.request.bad_words or seq.request.constraint is not None:
+        problem += ", or its parameters exclude every token"
+        remedy += ", or allow more tokens"
+    return NumericsError("logits", f"request {seq.id}", problem, remedy)
 
 
 def prompt_logprobs(seq: Sequence, batch: Batch, i: int, result: Result) -> list[Logprobs]:

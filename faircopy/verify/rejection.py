@@ -123,10 +123,11 @@ class RejectionVerifier:
         """The walk of each sequence that was fed to its end."""
         if not judged.rows:
             return {}
-        rows = [Row(row) for row in probabilities(judged.logits, judged.rows).double()]
+        table = probabilities(judged.logits, judged.rows).double()
+        rows = [Row(row) for row in table]
         sources = [_sources(draft, i, judged.logits.device) for i in range(len(batch))]
         _read(rows, sources, draft, judged.spans)
-        broken = not_finite(judged.logits, True).tolist()
+        broken = (not_finite(judged.logits, True) | table.isnan().any(-1)).tolist()
         return {
             i: walk(
                 draft.tokens[i], children(draft.parents[i]), [None if broken[n] else rows[n] for n in span],

@@ -95,8 +95,9 @@ def _best(values, tokens, out, apart, chunks, BLOCK: tl.constexpr, PDL: tl.const
     begin(PDL)
     value = tl.load(values + row * chunks + at, mask=at < chunks, other=float("-inf"))
     token = tl.load(tokens + row * chunks + at, mask=at < chunks, other=2147483647)
-    winner = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
-    tl.store(out + row * apart, tl.where(tl.min(token, 0) < 0, -1, winner))
+    best = tl.max(value, 0)
+    winner = tl.min(tl.where(value == best, token, 2147483647), 0)
+    tl.store(out + row * apart, tl.where((tl.min(token, 0) < 0) | (best == float("-inf")), -1, winner))
 
 
 def pick(
@@ -108,7 +109,8 @@ def pick(
     strict: bool = False,
     sampling: RowSampling | None = None,
 ) -> Tensor:
-    """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN where not finite.
+    """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN in a row that
+    is not finite or has no token left.
 
     vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
     temperatures, keys and out may be columns of tables, of one width. sampling: parameters of the rows, described
@@ -160,6 +162,7 @@ def pick_twin(
     if sampling is not None:
         restrict_twin(logits, temperatures, sampling, vocab)
         x = torch.stack([_row_twin(row, float(temperatures[n]), sampling, n) for n, row in enumerate(x)])
+    broken |= (x == -torch.inf).all(-1)
     tokens = torch.arange(x.shape[1], device=x.device)
     noisy = x / temperatures[:, None].clamp_min(1e-30) + gumbel(keys[:, None], tokens[None, :])
     chosen = torch.where(temperatures > 0, noisy.argmax(-1), x.argmax(-1))
