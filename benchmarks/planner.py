@@ -8,8 +8,8 @@ python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--d
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
 all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
---paired: plain decoding is measured again before and behind every way, which is compared with the mean of the two;
-for machines whose speed changes.
+--paired: every way is compared with plain decoding of the same queue in a second engine, a step of the one after a step
+of the other; for machines whose speed changes.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
 each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs, whose
 drafts are replaced by those of the bundled one, recorded before (benchmarks.recorded), and it drafts chains.
@@ -181,20 +181,37 @@ class Trial:
 
     def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Texts]:
         """Tokens a second with `batch` texts at a time, and the texts."""
-        requests = [llm.request(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
-        engine = llm.engine
-        config = replace(llm.config, max_batch=batch)
-        engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, engine.captured is not None)
-        clock = TableClock(engine, self._table) if self._table is not None else None
+        clock = TableClock(llm.engine, self._table) if self._table is not None else None
         synchronize()
         begin = self._now()
-        seqs = [engine.add(request) for request in requests]
-        while engine.busy:
-            engine.step()
+        seqs = self._add(llm, prompts, wanted, batch)
+        while llm.engine.busy:
+            llm.engine.step()
         synchronize()
         found = [seq.output for seq in seqs]
         taken = self._now() - begin if clock is None else clock.seconds
         return sum(map(len, found)) / taken, found
+
+    def rates(
+        self, llms: list[LLM], prompts: list[Any], wanted: list[SamplingParams], batch: int
+    ) -> list[tuple[float, Texts]]:
+        """The same of several engines that take turns."""
+        seqs, taken = [self._add(llm, prompts, wanted, batch) for llm in llms], [0.0] * len(llms)
+        while any(llm.engine.busy for llm in llms):
+            for n, llm in enumerate(llms):
+                begin = self._now()
+                if llm.engine.busy:
+                    llm.engine.step()
+                    synchronize()
+                taken[n] += self._now() - begin
+        texts = [[seq.output for seq in mine] for mine in seqs]
+        return [(sum(map(len, found)) / seconds, found) for found, seconds in zip(texts, taken, strict=True)]
+
+    def _add(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> list[Sequence]:
+        config, engine = replace(llm.config, max_batch=batch), llm.engine
+        engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, engine.captured is not None)
+        pairs = zip(prompts, wanted, strict=True)
+        return [engine.add(llm.request(prompt, params)) for prompt, params in pairs]
 
     def _now(self) -> float:
         return time.perf_counter() if self.cuda else time.process_time()
@@ -210,16 +227,14 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             return
         llm = trial.llm(drafter, k, **options)
         for batch, (prompts, wanted) in queues.items():
-            around = [] if alone is None else [trial.rate(alone, prompts, wanted, batch)[0]]
             before, known = llm.metrics(), len(first_launches())
-            rate, found = trial.rate(llm, prompts, wanted, batch)
+            around = [] if alone is None else trial.rates([alone, llm], prompts, wanted, batch)
+            rate, found = trial.rate(llm, prompts, wanted, batch) if alone is None else around[1]
             if drafter is None:
                 plain[batch] = rate, found
                 trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
             base, texts = plain[batch]
-            if alone is not None:
-                around.append(trial.rate(alone, prompts, wanted, batch)[0])
-                base = sum(around) / 2
+            base = base if alone is None else around[0][0]
             counted = {name: value - before[name] for name, value in llm.metrics().items()}
             yield {
                 **({"task": args.task} if args.task else {}),
