@@ -51,10 +51,10 @@ FLASH = {
     "ROTARY": False, "INTERLEAVED": False, "WARPS": 4, "PDL": True, "sinks": None,
 }  # fmt: skip
 PROJECTION = {
-    "raw": "*bf16", "norm": "*bf16", "table": "*bf16", "places": "*i64", "key_pool": "*bf16", "value_pool": "*bf16",
+    "raw": "*bf16", "norm": "*bf16", "table": "*bf16", "row_slots": "*i64", "key_pool": "*bf16", "value_pool": "*bf16",
     "eps": "fp32",
 }  # fmt: skip
-GIVEN_QUERIES = FLASH | dict.fromkeys(("raw", "norm", "table", "places", "key_pool", "value_pool"))
+GIVEN_QUERIES = FLASH | dict.fromkeys(("raw", "norm", "table", "row_slots", "key_pool", "value_pool"))
 FUSED_FLASH = {
     **FLASH, "q": None, "Q": 8, "QP": 8, "MULTIPLIERS": 1, "EVEN": True, "FUSED": True, "HALF": 64, "NORMED": True,
     "ROTARY": True,

@@ -256,7 +256,7 @@ def test_attention_that_makes_its_own_heads(
     table = rope_table(torch.rand(half), 2000, 1.0, HALF) if half else None
     slots = torch.tensor(own_slots(scene, counts, lengths))
     given = projected(scene, parts, table, normed, interleaved, slots)
-    assert scene["plan"].whole and flash.turns(scene["plan"], group)
+    assert scene["plan"].whole and flash.makes_heads(scene["plan"], group)
     results, arrived = [], attention.counters(CPU)
     for processors, apart in ((1, False), (5, False), (5, True)):
         keys, values = (scene[name].clone() for name in ("keys", "values"))

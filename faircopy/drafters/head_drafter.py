@@ -98,8 +98,11 @@ class HeadDrafter(Drafter):
 
     def _kept(self, result: Result, rows: list[int]) -> Tensor:
         """What the head wants of some rows of a pass, in their order."""
-        states = torch.cat([result.states[layer] for layer in self.wants], -1)
-        return states if len(rows) == len(states) else states[torch.tensor(rows, device=states.device)]
+        states = [result.states[layer] for layer in self.wants]
+        if len(rows) < len(states[0]):
+            index = torch.tensor(rows, device=states[0].device)
+            states = [part.index_select(0, index) for part in states]
+        return torch.cat(states, -1)
 
     def _follows(self, seq: Sequence, first: int) -> bool:
         """Whether states from this position on leave no gap; captured steps leave one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from faircopy.kernels.gpu.linear import Linear, SharedLinear
 from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.pending_norm import PendingNorm
-from faircopy.kernels.gpu.suite import Suite, between, stream_of
+from faircopy.kernels.gpu.suite import Suite, add_norm_lazily, residual_stream
 from faircopy.kernels.groups import group_count
 from faircopy.kernels.linear import Product
 from faircopy.layout.base import Cache, Packed
@@ -97,7 +97,7 @@ class Fused:
     def _states(self, packed: Packed, cache: FusedCache, suite: Suite, taps: Taps | None = None) -> Tensor:
         """The last layer's normalised output: of every row [T, hidden], or, of long passes, of the wanted ones."""
         s, w, layers = self.spec, self.weights, self.weights.layers
-        wanted = self._wanted(packed, taps)
+        wanted, lazily = self._wanted(packed, taps), partial(add_norm_lazily, suite)
         healthy = torch.empty(packed.size, dtype=torch.bool, device=self.device)
         y: Tensor | PendingNorm
         x, y = suite.embed_norm(*self._embedded(packed.ids), layers[0].before_attention, self._multiplier, s.eps)
@@ -106,19 +106,19 @@ class Fused:
                 taps(i, x, copy=True)  # the stream is added to in place
             last = i == len(layers) - 1
             out = self._heads(i, y, packed, cache, suite)
-            x = stream_of(y, x)
+            x = residual_stream(y, x)
             parts = layer.out.parts(out.view(packed.size, -1))
             watched = healthy if last else None
-            y = between(suite, x, parts, layer.before_mlp, s.eps, layer.after_attention, s.residual_multiplier, watched)
+            y = lazily(x, parts, layer.before_mlp, s.eps, layer.after_attention, s.residual_multiplier, watched)
             if last and wanted is not None:
                 assert isinstance(y, Tensor), "long passes leave no rows to a product"
                 x, y = x.index_select(0, wanted), y.index_select(0, wanted)
                 if not wanted.shape[0]:
                     break
             parts = layer.down.parts(layer.gate_up(y))
-            x = stream_of(y, x)
+            x = residual_stream(y, x)
             after = w.norm if last else layers[i + 1].before_attention
-            join = suite.add_norm if last or (taps is not None and i + 1 in taps.wants) else partial(between, suite)
+            join = suite.add_norm if last or (taps is not None and i + 1 in taps.wants) else lazily
             y = join(x, parts, after, s.eps, layer.after_mlp, s.residual_multiplier)
         assert isinstance(y, Tensor), "the last rows are left to no product"
         cache.watch(healthy)

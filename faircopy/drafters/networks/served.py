@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from faircopy.drafters.networks.blocks import Attention, BlockShape, Mlp, rope_tables
 from faircopy.kernels.gpu.linear import Linear
-from faircopy.kernels.gpu.suite import Suite, between, stream_of
+from faircopy.kernels.gpu.suite import Suite, add_norm_lazily, residual_stream
 
 if TYPE_CHECKING:
     from faircopy.layout.base import Packed
@@ -39,7 +39,7 @@ class ServedLayer:
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden] plus what the layer makes of y, its normalised input, and the sum normalised by `after`.
 
-        x is added to, in place as far as rows are many.
+        Of many rows x itself is added to; of few rows the sum is a new tensor.
         """
         suite, shape = _suite(cache), self._shape
         q = suite.place(
@@ -47,9 +47,9 @@ class ServedLayer:
             *cache.pools(self._index), shape.heads, shape.eps, False,
         )  # fmt: skip
         mixed = cache.attend_cached(packed, self._index, q, shape.head_dim**-0.5)
-        z = between(suite, x, self._out.parts(mixed.view(x.shape[0], -1)), self._between, shape.eps)
+        z = add_norm_lazily(suite, x, self._out.parts(mixed.view(x.shape[0], -1)), self._between, shape.eps)
         parts = self._down.parts(self._gate_up.gated(z, "silu"))
-        x = stream_of(z, x)
+        x = residual_stream(z, x)
         return x, suite.add_norm(x, parts, after, shape.eps)
 
 

@@ -237,11 +237,11 @@ def attend_pages(
     log2e = 1.4426950408889634
     numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
     given = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
-    flashes = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
-    if isinstance(q, PendingHeads) and not (flashes and flash.turns(plan, group)):
+    fits = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
+    if isinstance(q, PendingHeads) and not (fits and flash.makes_heads(plan, group)):
         q = q.queries()
     out = torch.empty(rows, heads, d, dtype=keys.dtype, device=keys.device)
-    if flashes:
+    if fits:
         flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, given)
         return out
     assert isinstance(q, Tensor), "queries are made for this kernel"

@@ -400,7 +400,7 @@ def _store_keys(
 @gluon.jit
 def _multiply(
     q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges, seqs, positions, sinks,
-    raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+    raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
@@ -432,12 +432,12 @@ def _multiply(
                 if FUSED:
                     if upto > lowest // BN:
                         _store_keys(
-                            raw, norm, table, places, key_pool, value_pool, tile, head, rows, positions, count_rows,
+                            raw, norm, table, row_slots, key_pool, value_pool, tile, head, rows, positions, num_rows,
                             eps, context, HEADS, KV, D, Q, QP, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                         )  # fmt: skip
                         mbarrier.arrive(stored.index(0), count=1)
                     _turned_query(
-                        raw, norm, table, query, tile, head, rows, positions, count_rows, eps, context,
+                        raw, norm, table, query, tile, head, rows, positions, num_rows, eps, context,
                         HEADS, KV, D, Q, BM, CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                     )  # fmt: skip
                 else:
@@ -481,10 +481,10 @@ def _multiply(
 
 
 @launched
-@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even", "count_rows"])
+@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even", "num_rows"])
 def _flash(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
-    raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+    raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
     scale, cap, window, width, blocks, spans, tiles, even,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
@@ -518,7 +518,7 @@ def _flash(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
                     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
                     CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
@@ -537,14 +537,14 @@ def _flash(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
                     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
                     CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_multiply, (
                     q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, places, key_pool, value_pool, count_rows, eps, context,
+                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
                     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
                     CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
@@ -567,7 +567,7 @@ def fits(keys: Tensor, plan: PagePlan, group: int) -> bool:
     return TRY_NEW and hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
 
 
-def turns(plan: PagePlan, group: int) -> bool:
+def makes_heads(plan: PagePlan, group: int) -> bool:
     """Whether it also makes queries, keys and values of such a pass: all keys that it writes are read by one block."""
     return plan.whole and plan.rows.shape[1] * group <= PLACES
 

@@ -104,8 +104,8 @@ def place(
 ) -> Tensor | PendingHeads:
     """Queries [T, H, D] out of the fused projection [P, T, (H + 2 Hkv) D]; keys and values go to their slots.
 
-    norm [H + Hkv, D] or None; table [positions, 2, rotary / 2] or None: heads are not rotated. Hopper leaves both to
-    attention.
+    norm [H + Hkv, D] or None; table [positions, 2, rotary / 2] or None: heads are not rotated. On Hopper attention
+    does all of it, from what is returned here.
     """
     if pending_heads.known(keys):
         return PendingHeads(parts, norm, table, positions, slots, keys, values, heads, eps, interleaved)

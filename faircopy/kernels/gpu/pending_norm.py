@@ -199,9 +199,9 @@ class PendingNorm:
     parts: Tensor  # [P, T, N]
     weight: Tensor
     eps: float
-    after: Tensor | None
-    multiplier: float
-    healthy: Tensor | None
+    after: Tensor | None = None
+    multiplier: float = 1.0
+    healthy: Tensor | None = None
 
     def rows(self) -> Tensor:
         """Normalised by a kernel of its own."""

@@ -123,23 +123,15 @@ TWINS = Suite(
 )
 
 
-def between(
-    suite: Suite,
-    x: Tensor,
-    parts: Tensor,
-    weight: Tensor,
-    eps: float,
-    after: Tensor | None = None,
-    multiplier: float = 1.0,
-    healthy: Tensor | None = None,
+def add_norm_lazily(
+    suite: Suite, x: Tensor, parts: Tensor, weight: Tensor, eps: float, *more: Any
 ) -> Tensor | PendingNorm:
-    """See norm.add_norm: done now, or, for few rows, left to the next product."""
-    if suite is KERNELS and few(x):
-        return PendingNorm(x, parts, weight, eps, after, multiplier, healthy)
-    return suite.add_norm(x, parts, weight, eps, after, multiplier, healthy)
+    """norm.add_norm, with the same arguments: done now, or, for few rows, left to the product that reads them."""
+    pending = suite is KERNELS and few(x)
+    return (PendingNorm if pending else suite.add_norm)(x, parts, weight, eps, *more)
 
 
-def stream_of(rows: Tensor | PendingNorm, x: Tensor) -> Tensor:
+def residual_stream(rows: Tensor | PendingNorm, x: Tensor) -> Tensor:
     """The residual stream, once a product has read these rows."""
     return rows.x if isinstance(rows, PendingNorm) else x
 
