@@ -43,20 +43,19 @@ def described(height: int, depth: int) -> str:
 
 POINTERS = {"q": "*bf16", "out": "*bf16", "parts": "*fp32", "stats": "*fp32", "scale": "fp32", "cap": "fp32"}
 PAGES = dict.fromkeys(("keys", "values"), described(32, 64))
-TABLES = ("counters", "rows", "ranges", "seqs", "tables", "positions")
+TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positions"), "*i32") | {"eps": "fp32"}
 FLASH = {
     "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
     "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
-    "PARTS": True, "MULTIPLIERS": 2, "FUSED": False, "CHUNK": 16, "HALF": 0, "RAW": 1, "NORMED": False,
+    "PARTS": True, "SHARED": True, "FUSED": False, "CHUNK": 16, "TOGETHER": 4, "HALF": 0, "RAW": 1, "NORMED": False,
     "ROTARY": False, "INTERLEAVED": False, "WARPS": 4, "PDL": True, "sinks": None,
 }  # fmt: skip
 PROJECTION = {
     "raw": "*bf16", "norm": "*bf16", "table": "*bf16", "row_slots": "*i64", "key_pool": "*bf16", "value_pool": "*bf16",
-    "eps": "fp32",
 }  # fmt: skip
 GIVEN_QUERIES = FLASH | dict.fromkeys(("raw", "norm", "table", "row_slots", "key_pool", "value_pool"))
 FUSED_FLASH = {
-    **FLASH, "q": None, "Q": 8, "QP": 8, "MULTIPLIERS": 1, "EVEN": True, "FUSED": True, "HALF": 64, "NORMED": True,
+    **FLASH, "q": None, "Q": 8, "QP": 8, "SHARED": False, "EVEN": True, "FUSED": True, "HALF": 64, "NORMED": True,
     "ROTARY": True,
 }  # fmt: skip
 PLACE = {
@@ -86,8 +85,8 @@ HOPPER_ALONE = (
     (pending_norm._normed_stream, PENDING_NORM, PENDING_NORMS, {}),
     (pending_norm._add_norm, NORM, PENDING_NORMS, {}),
     (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
-    (flash._flash, GIVEN_QUERIES, POINTERS | PAGES | dict.fromkeys(TABLES, "*i32") | {"eps": "fp32"}, {}),
-    (flash._flash, FUSED_FLASH, POINTERS | PAGES | dict.fromkeys(TABLES, "*i32") | PROJECTION, {}),
+    (flash._flash, GIVEN_QUERIES, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
+    (flash._flash, FUSED_FLASH, POINTERS | PAGES | TABLES | PROJECTION, {}),
     (pending_heads._place, PLACE, PLACED, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip

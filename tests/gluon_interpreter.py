@@ -611,10 +611,16 @@ def _fence() -> None:
         storage.unfenced = False
 
 
+def _exp2(x: Tensor) -> Tensor:
+    """By way of 64 bits: in 32 its last bit depends on how many numbers a tensor has."""
+    return torch.exp2(x.double()).to(x.dtype)
+
+
 def _assembly(code: str, constraints: str, args: Sequence[Value], kind: torch.dtype, pure: bool, pack: int) -> Value:
-    """The one instruction that is written so: a fence between threads' stores and the copy engine."""
-    assert code.startswith("fence.proxy.async;") and not pure
-    _current.now.unfenced.clear()
+    """What is written so: a fence between threads' stores and the copy engine; a hint to the cache, a no-op here."""
+    assert code.startswith(("fence.proxy.async;", "prefetch.global.L2 ")) and not pure
+    if code.startswith("fence"):
+        _current.now.unfenced.clear()
     return args[0]
 
 
@@ -681,7 +687,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range, arange=_arange, full=_full, zeros=lambda shape, kind, layout=None: _full(shape, 0, kind),
     full_like=lambda x, value: _full(x.shape, value, x.dtype), zeros_like=lambda x: _full(x.shape, 0, x.dtype),
     where=_choose, minimum=_both(torch.minimum), maximum=_both(torch.maximum), fma=_fused,
-    exp2=_each(torch.exp2), exp=_each(torch.exp), erf=_each(torch.erf), rsqrt=_each(torch.rsqrt), abs=_each(torch.abs),
+    exp2=_each(_exp2), exp=_each(torch.exp), erf=_each(torch.erf), rsqrt=_each(torch.rsqrt), abs=_each(torch.abs),
     sum=_sum, max=lambda x, axis: Value(x.data.amax(axis)), min=lambda x, axis: Value(x.data.amin(axis)),
     associative_scan=_scan, split=_split, broadcast=_broadcast,
     reshape=lambda x, shape: Value(x.data.reshape(tuple(shape))),

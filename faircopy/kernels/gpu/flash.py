@@ -33,8 +33,9 @@ from faircopy.kernels.gpu.pending_norm import added_parts
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
-SLOTS = 4  # blocks of keys or values in shared memory
-CHUNK = 16  # queries that are made from the projection at a time
+SLOTS = 4  # blocks of keys or values in shared memory, of both groups of multiplying warps together
+CHUNK = 16  # queries that are made from the projection at a time, and whose spans are merged
+TOGETHER = 4  # spans that are read at once to be merged
 TILES = 128  # whose rows a block looks at together when it finds its share
 _END = gl.constexpr(END)
 _NONE = gl.constexpr(float("-inf"))
@@ -54,7 +55,7 @@ def _tile(
     else:
         row = gl.load(rows + tile * Q + at, mask=at < Q, other=-1)
         seq, first, end = gl.load(seqs + tile), gl.load(ranges + 2 * tile), gl.load(ranges + 2 * tile + 1)
-    position = gl.load(positions + row, mask=row >= 0, other=-1)
+    position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
     last = gl.max(position, 0)
     lowest = gl.min(gl.where(row >= 0, position, _END), 0)
     if WINDOWED:
@@ -78,7 +79,7 @@ def _counts(
         row = gl.where(here[:, None] & (at[None, :] < even), tile[:, None] * even + at[None, :], -1)
     else:
         row = gl.load(rows + tile[:, None] * Q + at[None, :], mask=here[:, None] & (at[None, :] < Q), other=-1)
-    position = gl.load(positions + row, mask=row >= 0, other=-1)
+    position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
     stop = gl.minimum(blocks, (gl.max(position, 1) + BN) // BN)
     first = gl.zeros_like(stop)
     if not EVEN:
@@ -91,13 +92,12 @@ def _counts(
 
 
 @gluon.jit
-def _share(
+def _all_counts(
     rows, ranges, positions, window, blocks, tiles, even,
-    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
     EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """This block's stretch of all key blocks: the key head, the tile and the block of that tile where it begins, how
-    many come before it, and where it ends. Tiles are looked at TILES at a time."""
+    """Key blocks of each of the first TILES tiles, and of all tiles together."""
     counts = _counts(0, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS)
     total = gl.sum(counts, 0)
     for begin in range(TILES, tiles, TILES):
@@ -105,8 +105,19 @@ def _share(
             begin, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
         )
         total += gl.sum(more, 0)
-    at = (gl.program_id(0) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
-    end = ((gl.program_id(0) + 1) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
+    return counts, total
+
+
+@gluon.jit
+def _share(
+    counts, total, share, shares, rows, ranges, positions, window, blocks, tiles, even,
+    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One of equal stretches of all key blocks: the key head, the tile and the block of that tile where it begins, how
+    many come before it, and where it ends. Tiles are looked at TILES at a time."""
+    at = (share * total.to(gl.int64) * KV // shares).to(gl.int32)
+    end = ((share + 1) * total.to(gl.int64) * KV // shares).to(gl.int32)
     head = at // gl.maximum(total, 1)
     within = at - head * total
     passed = gl.associative_scan(counts, 0, _plus) <= within
@@ -179,31 +190,30 @@ def _copy(
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
     PARTS: gl.constexpr, FUSED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: block after block of this stretch, as slots become free."""
+    """A copying warp: block after block of a stretch, as slots become free."""
     count, fresh = 0, 0
     while at < end:
         seq, first, stop, last, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
         )
         table = tables + seq.to(gl.int64) * width
-        while (at < end) & (offset < stop - first):
-            block = _begin(offset, first, stop, BLOCKS)
-            at += block - first - offset
+        block = _begin(offset, first, stop, BLOCKS)
+        at += block - first - offset
+        while (at < end) & (block < stop):
             upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
-            if at < end:
-                for b in range(block, upto):
-                    if FUSED:
-                        if b == gl.maximum(block, lowest // BN):  # from here on the multiplying warps have written
-                            mbarrier.wait(stored.index(0), fresh & 1)
-                            fresh += 1
-                    elif PDL:  # noqa: SIM102
-                        if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
-                            gdc_wait()
-                    _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
-                    _copy_block(values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE)
-                    count += 2
+            for b in range(block, upto):
+                if FUSED:
+                    if b == gl.maximum(block, lowest // BN):  # from here on the multiplying warps have written
+                        mbarrier.wait(stored.index(0), fresh & 1)
+                        fresh += 1
+                elif PDL:  # noqa: SIM102
+                    if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
+                        gdc_wait()
+                _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
+                _copy_block(values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE)
+                count += 2
             at += upto - block
-            offset = upto - first
+            block = upto
         tile += 1
         offset = 0
         if tile == tiles:
@@ -291,25 +301,6 @@ def _put(m, total, acc, parts, stats, line, row_line, spans, span, D: gl.constex
 
 
 @gluon.jit
-def _all_spans(
-    parts, stats, line, row_line, spans, low, high,
-    BM: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
-    """The states of all spans, merged in order."""
-    COLUMN: gl.constexpr = gl.SliceLayout(1, OUT)
-    dims = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    m, total, acc = _empty(BM, D, ROW, OUT)
-    for span in range(low, high):
-        place, row_place = line * spans + span, (row_line * spans + span) * 2
-        m_new = gl.load(stats + row_place, mask=row_line >= 0, other=_NONE, cache_modifier=".cg")
-        total_new = gl.load(stats + row_place + 1, mask=row_line >= 0, other=0.0, cache_modifier=".cg")
-        where = parts + place[:, None] * D + dims[None, :]
-        acc_new = gl.load(where, mask=(line >= 0)[:, None], other=0.0, cache_modifier=".cg")
-        m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, COLUMN)
-    return m, total, acc
-
-
-@gluon.jit
 def _rows(
     tile, head, rows, PART: gl.constexpr, LAYOUT: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
@@ -320,6 +311,32 @@ def _rows(
     token, heads = places // GROUP, head * GROUP + places % GROUP
     row = gl.load(rows + tile * Q + token, mask=token < Q, other=-1)
     return row, heads, gl.where(row >= 0, row.to(gl.int64) * HEADS + heads, -1)
+
+
+@gluon.jit
+def _finish_spans(
+    parts, stats, out, sinks, tile, head, rows, spans, low, high, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+    TOGETHER: gl.constexpr, SINKS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Merge the states of a tile's spans in order, and store the result: CHUNK rows and TOGETHER spans at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, layout)
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    for chunk in gl.static_range(BM // CHUNK):
+        if PART * BM + chunk * CHUNK < Q * (HEADS // KV):
+            row, heads, line = _rows(tile, head, rows, PART * (BM // CHUNK) + chunk, ROW, HEADS, KV, Q, CHUNK)
+            m, total, acc = _empty(CHUNK, D, ROW, layout)
+            for start in range(low, high, TOGETHER):
+                for n in gl.static_range(TOGETHER):  # the loads do not wait for each other
+                    live = (row >= 0) & (start + n < high)
+                    place = line * spans + start + n
+                    m_new = gl.load(stats + place * 2, mask=live, other=_NONE, cache_modifier=".cg")
+                    total_new = gl.load(stats + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+                    where = parts + place[:, None] * D + dims[None, :]
+                    acc_new = gl.load(where, mask=live[:, None], other=0.0, cache_modifier=".cg")
+                    m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, ROW)
+            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, ROW)
 
 
 @gluon.jit
@@ -405,8 +422,8 @@ def _multiply(
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr,
-    CHUNK: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr,
-    INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr,
+    ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
 
@@ -421,14 +438,17 @@ def _multiply(
         _, first, stop, _, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, WARPS
         )
-        while (at < end) & (offset < stop - first):
-            block = _begin(offset, first, stop, BLOCKS)
-            at += block - first - offset
-            upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
-            if (at < end) & (block < stop):
-                row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
-                line = gl.convert_layout(row_line, COLUMN)
-                position = gl.load(positions + row, mask=row >= 0, other=-1)
+        block = _begin(offset, first, stop, BLOCKS)
+        at += block - first - offset
+        if (at < end) & (block < stop):
+            row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
+            line = gl.convert_layout(row_line, COLUMN)
+            position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
+            left = 0  # spans whose states this stretch has left in memory
+            if not FUSED:
+                _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+            while (at < end) & (block < stop):
+                upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
                 if FUSED:
                     if upto > lowest // BN:
                         _store_keys(
@@ -436,12 +456,11 @@ def _multiply(
                             eps, context, HEADS, KV, D, Q, QP, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                         )  # fmt: skip
                         mbarrier.arrive(stored.index(0), count=1)
-                    _turned_query(
-                        raw, norm, table, query, tile, head, rows, positions, num_rows, eps, context,
-                        HEADS, KV, D, Q, BM, CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
-                    )  # fmt: skip
-                else:
-                    _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+                    if left == 0:
+                        _turned_query(
+                            raw, norm, table, query, tile, head, rows, positions, num_rows, eps, context,
+                            HEADS, KV, D, Q, BM, CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                        )  # fmt: skip
                 m, total, acc = _empty(BM, D, ROW, OUT)
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
                 for b in range(block, upto):
@@ -453,24 +472,25 @@ def _multiply(
                         lowest, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
                     )  # fmt: skip
                     count += 2
-                if PARTS:
-                    if (block == first) & (upto == stop):
-                        m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
-                        _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-                    else:
-                        _put(m_span, total_span, acc_span, parts, stats, line, row_line, spans, block // SPAN, D)
-                        low, high = first // SPAN, (stop + SPAN - 1) // SPAN
-                        counter = counters + 2 * (tile * KV + head) + PART
-                        gl.thread_barrier()
-                        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
-                            gl.store(counter, 0)
-                            m, total, acc = _all_spans(parts, stats, line, row_line, spans, low, high, BM, D, ROW, OUT)
-                            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-                else:
+                if (block == first) & (upto == stop):
                     m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
                     _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
-            at += upto - block
-            offset = upto - first
+                elif PARTS:
+                    _put(m_span, total_span, acc_span, parts, stats, line, row_line, spans, block // SPAN, D)
+                    left += 1
+                at += upto - block
+                block = upto
+            if PARTS:  # noqa: SIM102
+                if left > 0:
+                    low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+                    counter = counters + 2 * (tile * KV + head) + PART
+                    gl.thread_barrier()
+                    if gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") + left == high - low:
+                        gl.store(counter, 0)
+                        _finish_spans(
+                            parts, stats, out, sinks, tile, head, rows, spans, low, high, PART,
+                            HEADS, KV, D, Q, BM, CHUNK, TOGETHER, SINKS, WARPS,
+                        )  # fmt: skip
         tile += 1
         offset = 0
         if tile == tiles:
@@ -478,6 +498,19 @@ def _multiply(
             head += 1
     if PDL:
         gdc_wait()  # a block without work must not end before the kernel ahead
+
+
+@gluon.jit
+def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Of a ring of slots: full, empty, and whether a tile's own keys are stored."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(stored.index(0), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty, stored
 
 
 @launched
@@ -489,74 +522,98 @@ def _flash(
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr,
-    WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, MULTIPLIERS: gl.constexpr,
-    FUSED: gl.constexpr, CHUNK: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr,
-    ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, SHARED: gl.constexpr,
+    FUSED: gl.constexpr, CHUNK: gl.constexpr, TOGETHER: gl.constexpr, HALF: gl.constexpr,
+    RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Each block takes the same share of all key blocks of all tiles and key heads. FUSED: it makes queries, keys and
-    values from the projection `raw`; else queries are in q."""
+    """Two groups of multiplying warps. SHARED: a group for each half of a tall tile, with one copying warp. Else: a
+    stretch of all key blocks for each group, with a copying warp of its own. FUSED: queries, keys and values are made
+    from the projection `raw`; else queries are in q."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
-    pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
-    slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
-    query = gl.allocate_shared_memory(kind, [MULTIPLIERS, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], kind))
+    tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
+    query, query_2 = (gl.allocate_shared_memory(kind, [BM, D], tall), gl.allocate_shared_memory(kind, [BM, D], tall))
     ones = gl.allocate_shared_memory(kind, [BN, 16], gl.NVMMASharedLayout.get_default_for([BN, 16], kind))
     ones.store(gl.full([BN, 16], 1.0, kind, gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])))
     fence_async_shared()
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(stored.index(0), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=MULTIPLIERS)
-    head, tile, offset, at, end = _share(
-        rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+    pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
+    slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
+    full, empty, stored = _barriers(SLOTS, 2 if SHARED else 1)
+    counts, total = _all_counts(
+        rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
-    if MULTIPLIERS == 1:  # arguments are written out: constants in a tuple with a name become numbers at run time
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
-                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
-                )),
-                (_copy, (
-                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width,
-                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, FUSED, PDL,
-                )),
-            ],
-            [1],
-            [56],
+    if SHARED:  # arguments are written out: constants in a tuple with a name become numbers at run time
+        head, tile, offset, at, end = _share(
+            counts, total, gl.program_id(0), gl.num_programs(0), rows, ranges, positions, window, blocks, tiles, even,
+            KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
         )  # fmt: skip
-    else:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query.index(0), slots, ones, full, empty, stored, rows, ranges,
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges,
                     seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
                     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_multiply, (
-                    q, out, parts, stats, counters, query.index(1), slots, ones, full, empty, stored, rows, ranges,
+                    q, out, parts, stats, counters, query_2, slots, ones, full, empty, stored, rows, ranges,
                     seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
                     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
                     HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width,
-                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, FUSED, PDL,
+                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window,
+                    width, blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE,
+                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
                 )),
             ],
             [4, 1],
             [232, 40],
+        )  # fmt: skip
+    else:
+        head, tile, offset, at, end = _share(
+            counts, total, 2 * gl.program_id(0), 2 * gl.num_programs(0), rows, ranges, positions, window, blocks,
+            tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
+        )  # fmt: skip
+        head_2, tile_2, offset_2, at_2, end_2 = _share(
+            counts, total, 2 * gl.program_id(0) + 1, 2 * gl.num_programs(0), rows, ranges, positions, window, blocks,
+            tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
+        )  # fmt: skip
+        pages_2 = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
+        slots_2 = pages_2._reinterpret(kind, [SLOTS, BN, D], wide)
+        full_2, empty_2, stored_2 = _barriers(SLOTS, 1)
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges,
+                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
+                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
+                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                )),
+                (_multiply, (
+                    q, out, parts, stats, counters, query_2, slots_2, ones, full_2, empty_2, stored_2, rows, ranges,
+                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
+                    scale, cap, window, blocks, spans, tiles, even, head_2, tile_2, offset_2, at_2, end_2, 0,
+                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
+                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window,
+                    width, blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE,
+                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages_2, full_2, empty_2, stored_2, rows, ranges, seqs, tables, positions, window,
+                    width, blocks, tiles, even, head_2, tile_2, offset_2, at_2, end_2, D, Q, QP, BN, BLOCKS, PAGE,
+                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
+                )),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
         )  # fmt: skip
 
 
@@ -583,15 +640,15 @@ def attend(
     parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
-    units = tiles * kv * (spans if parted else 1)
+    units, tall = tiles * kv * (spans if parted else 1), height * (heads // kv) > PLACES
     _flash[(min(units, processors(out.device)),)](
         None if isinstance(q, PendingHeads) else q, _pages(keys, plan.page), _pages(values, plan.page), out, parts,
         stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, positions, sinks, *_projection(q),
         numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks, spans, tiles, plan.even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
-        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=plan.even > 0, PARTS=parted, MULTIPLIERS=1 if height * (heads // kv) <= PLACES else 2, CHUNK=CHUNK,
-        WARPS=4, num_warps=4, **_fusing(q), **given, **options(out.device),
+        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES,
+        SLOTS=SLOTS if tall else SLOTS // 2, EVEN=plan.even > 0, PARTS=parted, SHARED=tall, CHUNK=CHUNK,
+        TOGETHER=TOGETHER, WARPS=4, num_warps=4, **_fusing(q), **given, **options(out.device),
     )  # fmt: skip
 
 
