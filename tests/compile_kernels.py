@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from faircopy.kernels.gpu import flash, pending_heads, pending_norm, pipelined, stream
+from faircopy.kernels.gpu import flash, pending_norm, pipelined, stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -43,28 +43,14 @@ def described(height: int, depth: int) -> str:
 
 POINTERS = {"q": "*bf16", "out": "*bf16", "parts": "*fp32", "stats": "*fp32", "scale": "fp32", "cap": "fp32"}
 PAGES = dict.fromkeys(("keys", "values"), described(32, 64))
-TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positions"), "*i32") | {"eps": "fp32"}
+TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positions"), "*i32")
 FLASH = {
     "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
     "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
-    "PARTS": True, "SHARED": True, "FUSED": False, "CHUNK": 16, "TOGETHER": 4, "HALF": 0, "RAW": 1, "NORMED": False,
-    "ROTARY": False, "INTERLEAVED": False, "WARPS": 4, "PDL": True, "sinks": None,
+    "PARTS": True, "TALL": True, "STRETCHES": 1, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True, "sinks": None,
 }  # fmt: skip
-PROJECTION = {
-    "raw": "*bf16", "norm": "*bf16", "table": "*bf16", "row_slots": "*i64", "key_pool": "*bf16", "value_pool": "*bf16",
-}  # fmt: skip
-GIVEN_QUERIES = FLASH | dict.fromkeys(("raw", "norm", "table", "row_slots", "key_pool", "value_pool"))
-FUSED_FLASH = {
-    **FLASH, "q": None, "Q": 8, "QP": 8, "SHARED": False, "EVEN": True, "FUSED": True, "HALF": 64, "NORMED": True,
-    "ROTARY": True,
-}  # fmt: skip
-PLACE = {
-    "HEADS": 32, "KV": 8, "D": 128, "HALF": 64, "PARTS": 1, "NORMED": True, "ROTARY": True, "INTERLEAVED": False,
-    "HB": 8, "PDL": True,
-}  # fmt: skip
-PLACED = dict.fromkeys(("parts", "norm", "table", "q", "keys", "values"), "*bf16") | {
-    "positions": "*i32", "slots": "*i64", "eps": "fp32",
-}  # fmt: skip
+FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
+MANY_KEYS = FEW_ROWS | {"STRETCHES": 2, "SLOTS": 2}
 STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
@@ -85,9 +71,9 @@ HOPPER_ALONE = (
     (pending_norm._normed_stream, PENDING_NORM, PENDING_NORMS, {}),
     (pending_norm._add_norm, NORM, PENDING_NORMS, {}),
     (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
-    (flash._flash, GIVEN_QUERIES, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
-    (flash._flash, FUSED_FLASH, POINTERS | PAGES | TABLES | PROJECTION, {}),
-    (pending_heads._place, PLACE, PLACED, {}),
+    (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
+    (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
+    (flash._flash, MANY_KEYS, POINTERS | PAGES | TABLES, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip
 

@@ -32,18 +32,15 @@ from faircopy.config import EngineConfig
 from faircopy.kernels.gpu import (
     attention,
     flash,
-    heads,
     linear,
     norm,
     pages,
-    pending_heads,
     pending_norm,
     pipelined,
     stream,
 )
 from faircopy.kernels.gpu.suite import KERNELS
 from faircopy.kernels.gpu.tables import Tile
-from faircopy.kernels.rope import rope_table
 from faircopy.model import loader
 from faircopy.model.fused import Fused, fused_weights
 from faircopy.model.weights import Source, decoder_spec
@@ -55,7 +52,7 @@ from tests.gluon_interpreter import Interpreted, KernelError
 CPU, HALF = torch.device("cpu"), torch.float16
 NAN = float("nan")
 LAUNCHERS = (
-    flash._flash, pipelined._pipelined, pending_heads._place, pending_norm._add_norm, pending_norm._normed_stream,
+    flash._flash, pipelined._pipelined, pending_norm._add_norm, pending_norm._normed_stream,
     stream._stream,
 )  # fmt: skip
 Set = Callable[..., None]
@@ -65,8 +62,7 @@ Set = Callable[..., None]
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Set:
     """A function that sets the seed of all kernels, the number of processors, and tensors the kernel ahead writes."""
     kernels = [launcher.kernel for launcher in LAUNCHERS]
-    for module in (flash, pages, pending_heads, pending_norm):
-        monkeypatch.setattr(module, "TRY_NEW", True)
+    for module in (flash, pages, pending_norm):
         monkeypatch.setattr(module, "hopper", lambda device: True)
 
     def set_(seed: int, processors: int, late: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -214,20 +210,6 @@ def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.Monke
     assert torch.equal(*results)
 
 
-def projected(
-    scene: dict[str, Any], parts: int, table: Tensor, normed: bool, interleaved: bool, slots: Tensor
-) -> dict[str, Any]:
-    """What the heads of a scene's rows are made from."""
-    (rows, count, dim), kv = scene["q"].shape, scene["keys"].shape[1]
-    raw = random(parts, rows, (count + 2 * kv) * dim, dtype=torch.float32 if parts > 1 else HALF)
-    raw[0, rows // 2, -1] = torch.inf
-    norm_weight = random(count + kv, dim) if normed else None
-    return {
-        "parts": raw, "norm": norm_weight, "table": table, "positions": scene["positions"], "slots": slots,
-        "heads": count, "eps": 1e-6, "interleaved": interleaved,
-    }  # fmt: skip
-
-
 def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Where the pass stores its keys."""
     tables, page = scene["plan"].tables, scene["plan"].page
@@ -236,45 +218,6 @@ def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[in
         for seq, (count, length) in enumerate(zip(counts, lengths, strict=True))
         for at in range(length - count, length)
     ]
-
-
-@pytest.mark.parametrize(
-    ("counts", "lengths", "dim", "group", "parts", "normed", "interleaved", "half"),
-    [
-        ((1,) * 3, (40, 513, 1500), 128, 4, 1, True, False, 64),
-        ((6,) * 3, (6, 515, 1100), 128, 4, 1, True, False, 64),
-        ((5, 1, 3), (130, 1025, 700), 64, 3, 2, False, True, 16),
-        ((1,) * 3, (40, 513, 1100), 64, 1, 4, True, False, 0),
-    ],
-)
-def test_attention_that_makes_its_own_heads(
-    hopper: Set, counts: Sequence[int], lengths: Sequence[int], dim: int, group: int, parts: int, normed: bool,
-    interleaved: bool, half: int,
-) -> None:  # fmt: skip
-    """The pools and the output are those of the kernel that makes queries, keys and values before."""
-    scene = kernel_checks._paged_scene(CPU, HALF, dim, group, counts, lengths)
-    table = rope_table(torch.rand(half), 2000, 1.0, HALF) if half else None
-    slots = torch.tensor(own_slots(scene, counts, lengths))
-    given = projected(scene, parts, table, normed, interleaved, slots)
-    assert scene["plan"].whole and flash.makes_heads(scene["plan"], group)
-    results, arrived = [], attention.counters(CPU)
-    for processors, apart in ((1, False), (5, False), (5, True)):
-        keys, values = (scene[name].clone() for name in ("keys", "values"))
-        hopper(processors, processors, [unwritten(given["parts"])])
-        pending = heads.place(**given, keys=keys, values=values)
-        assert isinstance(pending, pending_heads.PendingHeads)
-        q = pending.queries() if apart else pending
-        out = attention.attend_pages(q, keys, values, given["positions"], scene["plan"], arrived, 0.3)
-        results.append((out, keys, values))
-    bad = given["parts"].isinf().any(-1).any(0)
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], results[0][1:], strict=True))
-        assert torch.equal(found[0][~bad], results[0][0][~bad])
-    twins = [scene[name].clone() for name in ("keys", "values")]
-    q = heads.place_twin(**given, keys=twins[0], values=twins[1])
-    twin = attention.attend_pages_twin(q, *twins, given["positions"], scene["plan"], 0.3)
-    assert distance(results[0][1][slots], twins[0][slots]) < 2e-3 and torch.equal(results[0][2], twins[1])
-    assert distance(results[0][0][~bad], twin[~bad]) < 3e-3
 
 
 # A whole model
@@ -317,7 +260,6 @@ def test_a_model_writes_the_same_on_them(
         monkeypatch.setattr(launcher.kernel, "_run", lambda *a, f=run, n=name: (launched.update([n]), f(*a)))
     assert written() == wanted
     assert launched["_normed_stream"] and launched["_flash"] and launched["_add_norm"]
-    assert not launched["_place"], "attention makes its own heads"
 
 
 # The interpreter itself: each mistake is seen

@@ -25,7 +25,6 @@ from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.pages import PageLane
-    from faircopy.kernels.gpu.pending_heads import PendingHeads
     from faircopy.kernels.gpu.suite import Suite
 
 
@@ -167,7 +166,7 @@ class PagedLayout:
         self,
         packed: Packed,
         layer: int,
-        q: Tensor | PendingHeads,
+        q: Tensor,
         scale: float,
         softcap: float = 0.0,
         sinks: Tensor | None = None,

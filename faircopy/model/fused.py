@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels.gpu.linear import Linear, SharedLinear
-from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.pending_norm import PendingNorm
 from faircopy.kernels.gpu.suite import Suite, add_norm_lazily, residual_stream
 from faircopy.kernels.groups import group_count
@@ -33,7 +32,7 @@ class FusedCache(Protocol):
     suite: Suite | None
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]: ...
-    def attend_cached(self, packed: Packed, layer: int, q: Tensor | PendingHeads, scale: float) -> Tensor: ...
+    def attend_cached(self, packed: Packed, layer: int, q: Tensor, scale: float) -> Tensor: ...
     def watch(self, healthy: Tensor) -> None: ...
 
 

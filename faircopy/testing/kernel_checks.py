@@ -19,14 +19,12 @@ from faircopy.kernels.gpu import (
     norm,
     packing,
     pages,
-    pending_heads,
     pending_norm,
     pick,
     step,
     tables,
 )
 from faircopy.kernels.gpu.launch import INTERPRETED, hopper
-from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile
@@ -60,7 +58,6 @@ def checks() -> Iterator[Check]:
     yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "attention: Hopper's kernel and the other", _both_kernels
-    yield "heads: by attention and before it", _own_heads
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
     yield "linear: pipelined and not", _pipelines
@@ -156,8 +153,7 @@ def _heads(device: torch.device, dtype: torch.dtype, kind: str) -> float:
     slots = torch.tensor([9, 3, 4, 1, 0, 2, 8], device=device)
     pools = [torch.zeros(10, kv, dim, dtype=dtype, device=device) for _ in range(4)]
     options = (parts, weight, table, positions, slots)
-    placed = heads.place(*options, pools[0], pools[1], count, 1e-6, kind == "interleaved")
-    q = placed.queries() if isinstance(placed, PendingHeads) else placed
+    q = heads.place(*options, pools[0], pools[1], count, 1e-6, kind == "interleaved")
     twin = heads.place_twin(*options, pools[2], pools[3], count, 1e-6, kind == "interleaved")
     return max(distance(a, b) for a, b in ((q, twin), (pools[0], pools[2]), (pools[1], pools[3])))
 
@@ -271,37 +267,15 @@ def _both_kernels(device: torch.device) -> float:
     if not hopper(device):
         return 0.0
     wrong = 0
-    for dim, group, dtype in ((128, 4, HALF), (64, 3, HALF), (128, 7, HALF), (128, 1, torch.float16)):
-        counts = [CHUNKS, *(((width,) * 4, EVEN_LENGTHS) for width in (1, 2, 6, 16))]
-        for scene in (_paged_scene(device, dtype, dim, group, *both) for both in counts):
-            sinks = _random(device, scene["q"].shape[1])
-            for given in ({}, {"window": 700}, {"softcap": 20.0}, {"sinks": sinks, "window": 100}):
-                results = [_attend(scene, device, splits, **given) for splits in (None, 1)]
-                wrong += not torch.equal(*results) or not results[0].isfinite().all()
-    return float(wrong)
-
-
-def _own_heads(device: torch.device) -> float:
-    """Queries, keys and values that attention makes for itself, where the device can, and those made before it."""
-    wrong = 0
-    for dim, group, number, width in product((128, 64), (4, 1, 7), (1, 4), (1, 3, 6)):
-        scene = _paged_scene(device, HALF, dim, group, (width,) * 4, EVEN_LENGTHS)
-        (rows, count, _), plan, positions = scene["q"].shape, scene["plan"], scene["positions"].long()
-        pools = [[scene[name].clone() for name in ("keys", "values")] for _ in range(2)]
-        if not pending_heads.known(pools[0][0]):
-            return 0.0
-        table = rope_table(torch.rand(dim // 2, generator=torch.Generator().manual_seed(1)), 5001, 1.0, HALF)
-        pages_of = plan.tables.repeat_interleave(width, 0).gather(1, (positions // plan.page)[:, None])[:, 0]
-        slots = pages_of.long() * plan.page + positions % plan.page
-        parts = _random(device, number, rows, (count + 4) * dim, dtype=torch.float32 if number > 1 else HALF)
-        weight = _random(device, count + 2, dim, dtype=HALF) if group > 1 else None
-        given = (parts, weight, table.to(device), scene["positions"], slots)
-        arrived, outs = attention.counters(device), []
-        for alone, (keys, values) in zip((False, True), pools, strict=True):
-            placed = heads.place(*given, keys, values, count, 1e-6, group == 7)
-            q = placed.queries() if alone and isinstance(placed, PendingHeads) else placed
-            outs.append(attention.attend_pages(q, keys, values, scene["positions"], plan, arrived, 0.3))
-        wrong += sum(not torch.equal(a, b) for a, b in zip([outs[0], *pools[0]], [outs[1], *pools[1]], strict=True))
+    sinks = _random(device, 8)
+    for dim, group, dtype, given in (
+        (128, 4, HALF, {}), (128, 4, HALF, {"sinks": sinks, "window": 700}), (64, 3, HALF, {}),
+        (64, 3, HALF, {"softcap": 20.0}), (128, 7, HALF, {"window": 100}), (128, 1, torch.float16, {}),
+    ):  # fmt: skip
+        for both in (CHUNKS, *(((width,) * 4, EVEN_LENGTHS) for width in (1, 6, 16))):
+            scene = _paged_scene(device, dtype, dim, group, *both)
+            results = [_attend(scene, device, splits, **given) for splits in (None, 1)]
+            wrong += not torch.equal(*results) or not results[0].isfinite().all()
     return float(wrong)
 
 

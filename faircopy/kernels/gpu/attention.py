@@ -18,7 +18,6 @@ from torch import Tensor
 from faircopy.kernels.gpu import flash
 from faircopy.kernels.gpu.launch import begin, launched, options, power, processors, shared_memory
 from faircopy.kernels.gpu.pages import END, PATH, SPAN, PagePlan, block_length
-from faircopy.kernels.gpu.pending_heads import PendingHeads
 
 PARTS_LIMIT = 256 << 20  # bytes of spans' states held outside registers at most
 COUNTERS = 4096  # two for each tile and key head that programs share
@@ -215,7 +214,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def attend_pages(
-    q: Tensor | PendingHeads,
+    q: Tensor,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
@@ -238,13 +237,10 @@ def attend_pages(
     numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
     given = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
     fits = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
-    if isinstance(q, PendingHeads) and not (fits and flash.makes_heads(plan, group)):
-        q = q.queries()
     out = torch.empty(rows, heads, d, dtype=keys.dtype, device=keys.device)
     if fits:
         flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, given)
         return out
-    assert isinstance(q, Tensor), "queries are made for this kernel"
     lines = 0 if plan.tails is None else 2 * rows * heads
     left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     if plan.rows.shape[0]:

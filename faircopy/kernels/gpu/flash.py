@@ -4,8 +4,7 @@ The arithmetic and its order are those of `kernels/gpu/attention.py`, and so are
 their number: each takes an equal stretch of (key head, tile, block), so that all of them read the same head's keys at a
 time, and only a tile that two blocks share leaves its spans' states in memory. What lies in a page behind a sequence's
 last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not depend on the
-kernel before: the first are on their way while that kernel still runs. Where a sequence's rows are in one tile, the
-multiplying warps turn the projection into queries, keys and values themselves, see pending_heads.py.
+kernel before: the first are on their way while that kernel still runs.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from faircopy.kernels.gpu.launch import TRY_NEW, hopper, launched, options, power, processors
+from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
 from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block_length
-from faircopy.kernels.gpu.pending_heads import PendingHeads, finite, turned_heads
-from faircopy.kernels.gpu.pending_norm import added_parts
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
-SLOTS = 4  # blocks of keys or values in shared memory, of both groups of multiplying warps together
-CHUNK = 16  # queries that are made from the projection at a time, and whose spans are merged
+SLOTS = 4  # blocks of keys or values in shared memory, of all stretches
+CHUNK = 16  # queries whose spans are merged at a time
+LONG = 8  # spans of a tile, or key blocks per processor, for which two stretches pay
 TOGETHER = 4  # spans that are read at once to be merged
 TILES = 128  # whose rows a block looks at together when it finds its share
 _END = gl.constexpr(END)
@@ -184,14 +182,14 @@ def _copy_block(
 
 @gluon.jit
 def _copy(
-    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
+    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
     head, tile, offset, at, end,
     D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
-    PARTS: gl.constexpr, FUSED: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A copying warp: block after block of a stretch, as slots become free."""
-    count, fresh = 0, 0
+    count = 0
     while at < end:
         seq, first, stop, last, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
@@ -202,11 +200,7 @@ def _copy(
         while (at < end) & (block < stop):
             upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
             for b in range(block, upto):
-                if FUSED:
-                    if b == gl.maximum(block, lowest // BN):  # from here on the multiplying warps have written
-                        mbarrier.wait(stored.index(0), fresh & 1)
-                        fresh += 1
-                elif PDL:  # noqa: SIM102
+                if PDL:  # noqa: SIM102
                     if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
                         gdc_wait()
                 _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
@@ -302,12 +296,12 @@ def _put(m, total, acc, parts, stats, line, row_line, spans, span, D: gl.constex
 
 @gluon.jit
 def _rows(
-    tile, head, rows, PART: gl.constexpr, LAYOUT: gl.constexpr,
+    tile, head, rows, part, LAYOUT: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
 ):  # fmt: skip
-    """The row, the head and the line (row and head) of each place of a tile's part; -1: none."""
+    """The row, the head and the line (row and head) of each of BM places of a tile's part; -1: none."""
     GROUP: gl.constexpr = HEADS // KV
-    places = PART * BM + gl.arange(0, BM, LAYOUT)
+    places = part * BM + gl.arange(0, BM, LAYOUT)
     token, heads = places // GROUP, head * GROUP + places % GROUP
     row = gl.load(rows + tile * Q + token, mask=token < Q, other=-1)
     return row, heads, gl.where(row >= 0, row.to(gl.int64) * HEADS + heads, -1)
@@ -323,20 +317,19 @@ def _finish_spans(
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, layout)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    for chunk in gl.static_range(BM // CHUNK):
-        if PART * BM + chunk * CHUNK < Q * (HEADS // KV):
-            row, heads, line = _rows(tile, head, rows, PART * (BM // CHUNK) + chunk, ROW, HEADS, KV, Q, CHUNK)
-            m, total, acc = _empty(CHUNK, D, ROW, layout)
-            for start in range(low, high, TOGETHER):
-                for n in gl.static_range(TOGETHER):  # the loads do not wait for each other
-                    live = (row >= 0) & (start + n < high)
-                    place = line * spans + start + n
-                    m_new = gl.load(stats + place * 2, mask=live, other=_NONE, cache_modifier=".cg")
-                    total_new = gl.load(stats + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-                    where = parts + place[:, None] * D + dims[None, :]
-                    acc_new = gl.load(where, mask=live[:, None], other=0.0, cache_modifier=".cg")
-                    m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, ROW)
-            _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, ROW)
+    for chunk in range(PART * (BM // CHUNK), min((PART + 1) * (BM // CHUNK), -(-Q * (HEADS // KV) // CHUNK))):
+        row, heads, line = _rows(tile, head, rows, chunk, ROW, HEADS, KV, Q, CHUNK)
+        m, total, acc = _empty(CHUNK, D, ROW, layout)
+        for start in range(low, high, TOGETHER):
+            for n in gl.static_range(TOGETHER):  # the loads do not wait for each other
+                live = (row >= 0) & (start + n < high)
+                place = line * spans + start + n
+                m_new = gl.load(stats + place * 2, mask=live, other=_NONE, cache_modifier=".cg")
+                total_new = gl.load(stats + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+                where = parts + place[:, None] * D + dims[None, :]
+                acc_new = gl.load(where, mask=live[:, None], other=0.0, cache_modifier=".cg")
+                m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, ROW)
+        _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, ROW)
 
 
 @gluon.jit
@@ -360,70 +353,13 @@ def _query(
 
 
 @gluon.jit
-def _turned_query(
-    raw, norm, table, query, tile, head, rows, positions, count, eps, context,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
-    HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Make a tile's queries from the projection, and bring them into shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    kind: gl.constexpr = query.dtype
-    gl.thread_barrier()  # the tile before has been multiplied
-    for chunk in gl.static_range(BM // CHUNK):
-        if chunk * CHUNK < Q * (HEADS // KV):
-            row, heads, _ = _rows(tile, head, rows, chunk, gl.SliceLayout(1, layout), HEADS, KV, Q, CHUNK)
-            position = gl.load(positions + row, mask=row >= 0, other=0)
-            lines = turned_heads(
-                raw, norm, table, row, heads, heads >= 0, position, count, eps, context, kind,
-                (HEADS + 2 * KV) * D, D, HALF, RAW, NORMED, ROTARY, INTERLEAVED, layout, PDL,
-            )  # fmt: skip
-        else:
-            lines = gl.zeros([CHUNK, D], kind, layout)
-        query.slice(chunk * CHUNK, CHUNK).store(lines)
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _store_keys(
-    raw, norm, table, slots, keys, values, tile, head, rows, positions, count, eps, context,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr,
-    HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Store one head's keys and values of a tile's own rows where the copying warp finds them."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    kind: gl.constexpr = keys.dtype.element_ty
-    WIDTH: gl.constexpr = (HEADS + 2 * KV) * D
-    at = gl.arange(0, QP, gl.SliceLayout(1, layout))
-    row = gl.load(rows + tile * Q + at, mask=at < Q, other=-1)
-    position, slot = gl.load(positions + row, mask=row >= 0, other=0), gl.load(slots + row, mask=row >= 0, other=0)
-    key = turned_heads(
-        raw, norm, table, row, HEADS + head + gl.zeros_like(row), at >= 0, position, count, eps, context, kind,
-        WIDTH, D, HALF, RAW, NORMED, ROTARY, INTERLEAVED, layout, PDL,
-    )  # fmt: skip
-    dims, live = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :], (row >= 0)[:, None]
-    line = row.to(gl.int64)[:, None] * WIDTH + (HEADS + KV + head) * D + dims
-    value = added_parts(raw, line, count.to(gl.int64) * WIDTH, live, RAW).to(kind)
-    where = (slot.to(gl.int64) * KV + head)[:, None] * D + dims
-    gl.store(keys + where, finite(key.to(gl.float32)).to(kind), mask=live)
-    gl.store(values + where, finite(value.to(gl.float32)).to(kind), mask=live)
-    # what threads have stored in global memory is for the copy engine to see
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [row], gl.int32, False, 1)
-    gl.thread_barrier()
-
-
-@gluon.jit
 def _multiply(
-    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges, seqs, positions, sinks,
-    raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
+    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks,
     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
-    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr,
-    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, HALF: gl.constexpr, RAW: gl.constexpr, NORMED: gl.constexpr,
-    ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
+    TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
 
@@ -442,25 +378,11 @@ def _multiply(
         at += block - first - offset
         if (at < end) & (block < stop):
             row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
-            line = gl.convert_layout(row_line, COLUMN)
             position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
             left = 0  # spans whose states this stretch has left in memory
-            if not FUSED:
-                _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+            _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
             while (at < end) & (block < stop):
                 upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
-                if FUSED:
-                    if upto > lowest // BN:
-                        _store_keys(
-                            raw, norm, table, row_slots, key_pool, value_pool, tile, head, rows, positions, num_rows,
-                            eps, context, HEADS, KV, D, Q, QP, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
-                        )  # fmt: skip
-                        mbarrier.arrive(stored.index(0), count=1)
-                    if left == 0:
-                        _turned_query(
-                            raw, norm, table, query, tile, head, rows, positions, num_rows, eps, context,
-                            HEADS, KV, D, Q, BM, CHUNK, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
-                        )  # fmt: skip
                 m, total, acc = _empty(BM, D, ROW, OUT)
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
                 for b in range(block, upto):
@@ -472,6 +394,9 @@ def _multiply(
                         lowest, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
                     )  # fmt: skip
                     count += 2
+                # found again: what is kept over the loop above takes registers away from it
+                row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
+                line = gl.convert_layout(row_line, COLUMN)
                 if (block == first) & (upto == stop):
                     m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
                     _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, COLUMN)
@@ -502,118 +427,125 @@ def _multiply(
 
 @gluon.jit
 def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Of a ring of slots: full, empty, and whether a tile's own keys are stored."""
+    """Of a ring of slots: full and empty."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(stored.index(0), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty, stored
+    return full, empty
 
 
 @launched
-@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even", "num_rows"])
+@gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
 def _flash(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
-    raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
     scale, cap, window, width, blocks, spans, tiles, even,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
-    TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr,
-    WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, SHARED: gl.constexpr,
-    FUSED: gl.constexpr, CHUNK: gl.constexpr, TOGETHER: gl.constexpr, HALF: gl.constexpr,
-    RAW: gl.constexpr, NORMED: gl.constexpr, ROTARY: gl.constexpr, INTERLEAVED: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
+    TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, STRETCHES: gl.constexpr, CHUNK: gl.constexpr,
+    TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Two groups of multiplying warps. SHARED: a group for each half of a tall tile, with one copying warp. Else: a
-    stretch of all key blocks for each group, with a copying warp of its own. FUSED: queries, keys and values are made
-    from the projection `raw`; else queries are in q."""
+    """A block takes one or two stretches of all key blocks, each with a copying warp and four multiplying ones. TALL:
+    four more multiply the lower half of every tile."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
-    query, query_2 = (gl.allocate_shared_memory(kind, [BM, D], tall), gl.allocate_shared_memory(kind, [BM, D], tall))
     ones = gl.allocate_shared_memory(kind, [BN, 16], gl.NVMMASharedLayout.get_default_for([BN, 16], kind))
     ones.store(gl.full([BN, 16], 1.0, kind, gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])))
     fence_async_shared()
+    query = gl.allocate_shared_memory(kind, [BM, D], tall)
     pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
     slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
-    full, empty, stored = _barriers(SLOTS, 2 if SHARED else 1)
+    full, empty = _barriers(SLOTS, 2 if TALL else 1)
+    share, shares = STRETCHES * gl.program_id(0), STRETCHES * gl.num_programs(0)
     counts, total = _all_counts(
         rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
-    if SHARED:  # arguments are written out: constants in a tuple with a name become numbers at run time
-        head, tile, offset, at, end = _share(
-            counts, total, gl.program_id(0), gl.num_programs(0), rows, ranges, positions, window, blocks, tiles, even,
+    head, tile, offset, at, end = _share(
+        counts, total, share, shares, rows, ranges, positions, window, blocks, tiles, even,
+        KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
+    )  # fmt: skip
+    if STRETCHES == 2:  # arguments are written out: constants in a tuple with a name become numbers at run time
+        query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
+        pages_2 = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
+        slots_2 = pages_2._reinterpret(kind, [SLOTS, BN, D], wide)
+        full_2, empty_2 = _barriers(SLOTS, 1)
+        head_2, tile_2, offset_2, at_2, end_2 = _share(
+            counts, total, share + 1, shares, rows, ranges, positions, window, blocks, tiles, even,
             KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
         )  # fmt: skip
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
-                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
+                    TOGETHER, WARPS, PDL,
                 )),
                 (_multiply, (
-                    q, out, parts, stats, counters, query_2, slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
-                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 1,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    q, out, parts, stats, counters, query_2, slots_2, ones, full_2, empty_2, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head_2, tile_2, offset_2, at_2,
+                    end_2, 0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS,
+                    CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window,
-                    width, blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE,
-                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
+                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages_2, full_2, empty_2, rows, ranges, seqs, tables, positions, window, width,
+                    blocks, tiles, even, head_2, tile_2, offset_2, at_2, end_2, D, Q, QP, BN, BLOCKS, PAGE, SLOTS,
+                    LINE, EVEN, WINDOWED, PARTS, PDL,
+                )),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    elif TALL:
+        query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
+                    TOGETHER, WARPS, PDL,
+                )),
+                (_multiply, (
+                    q, out, parts, stats, counters, query_2, slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    1, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
+                    TOGETHER, WARPS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
+                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, PDL,
                 )),
             ],
             [4, 1],
             [232, 40],
         )  # fmt: skip
     else:
-        head, tile, offset, at, end = _share(
-            counts, total, 2 * gl.program_id(0), 2 * gl.num_programs(0), rows, ranges, positions, window, blocks,
-            tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
-        )  # fmt: skip
-        head_2, tile_2, offset_2, at_2, end_2 = _share(
-            counts, total, 2 * gl.program_id(0) + 1, 2 * gl.num_programs(0), rows, ranges, positions, window, blocks,
-            tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
-        )  # fmt: skip
-        pages_2 = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
-        slots_2 = pages_2._reinterpret(kind, [SLOTS, BN, D], wide)
-        full_2, empty_2, stored_2 = _barriers(SLOTS, 1)
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query, slots, ones, full, empty, stored, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
-                    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
-                )),
-                (_multiply, (
-                    q, out, parts, stats, counters, query_2, slots_2, ones, full_2, empty_2, stored_2, rows, ranges,
-                    seqs, positions, sinks, raw, norm, table, row_slots, key_pool, value_pool, num_rows, eps, context,
-                    scale, cap, window, blocks, spans, tiles, even, head_2, tile_2, offset_2, at_2, end_2, 0,
-                    HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, FUSED,
-                    CHUNK, TOGETHER, HALF, RAW, NORMED, ROTARY, INTERLEAVED, WARPS, PDL,
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
+                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
+                    TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, stored, rows, ranges, seqs, tables, positions, window,
-                    width, blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE,
-                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
-                )),
-                (_copy, (
-                    keys, values, pages_2, full_2, empty_2, stored_2, rows, ranges, seqs, tables, positions, window,
-                    width, blocks, tiles, even, head_2, tile_2, offset_2, at_2, end_2, D, Q, QP, BN, BLOCKS, PAGE,
-                    SLOTS, LINE, EVEN, WINDOWED, PARTS, FUSED, PDL,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
+                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, PDL,
                 )),
             ],
-            [4, 1, 1],
-            [232, 40, 40],
+            [1],
+            [56],
         )  # fmt: skip
 
 
@@ -621,50 +553,38 @@ def fits(keys: Tensor, plan: PagePlan, group: int) -> bool:
     """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
     chains = plan.tails is None and plan.bases is None
     sizes = keys.element_size() == 2 and keys.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
-    return TRY_NEW and hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
-
-
-def makes_heads(plan: PagePlan, group: int) -> bool:
-    """Whether it also makes queries, keys and values of such a pass: all keys that it writes are read by one block."""
-    return plan.whole and plan.rows.shape[1] * group <= PLACES
+    return hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
 
 
 def attend(
-    q: Tensor | PendingHeads, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, plan: PagePlan,
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, plan: PagePlan,
     arrived: Tensor, limit: int, numbers: tuple[Any, ...], given: dict[str, bool],
 ) -> None:  # fmt: skip
     """One launch. limit: bytes of spans' states at most; where they would be more, no two blocks share a tile."""
     (rows, heads, d), kv, (tiles, height) = out.shape, keys.shape[1], plan.rows.shape
     bn, sinks, window = block_length(d, keys.element_size()), numbers[0], numbers[3]
-    spans = -(-plan.blocks * bn // SPAN)
+    spans, places = -(-plan.blocks * bn // SPAN), height * (heads // kv)
     parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
-    units, tall = tiles * kv * (spans if parted else 1), height * (heads // kv) > PLACES
+    units, blocks = tiles * kv * (spans if parted else 1), tiles * kv * plan.blocks
+    tall, stretches = places > PLACES, _stretches(places, spans, blocks / processors(out.device))
     _flash[(min(units, processors(out.device)),)](
-        None if isinstance(q, PendingHeads) else q, _pages(keys, plan.page), _pages(values, plan.page), out, parts,
-        stats, arrived, plan.rows, plan.ranges, plan.seqs, plan.tables, positions, sinks, *_projection(q),
-        numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks, spans, tiles, plan.even,
+        q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, plan.ranges,
+        plan.seqs, plan.tables, positions, sinks, numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks,
+        spans, tiles, plan.even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
-        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES,
-        SLOTS=SLOTS if tall else SLOTS // 2, EVEN=plan.even > 0, PARTS=parted, SHARED=tall, CHUNK=CHUNK,
-        TOGETHER=TOGETHER, WARPS=4, num_warps=4, **_fusing(q), **given, **options(out.device),
+        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS // stretches,
+        EVEN=plan.even > 0, PARTS=parted, TALL=tall, STRETCHES=stretches, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
+        num_warps=4, **given, **options(out.device),
     )  # fmt: skip
 
 
-def _projection(q: Tensor | PendingHeads) -> tuple[Any, ...]:
-    """What queries, keys and values are made from."""
-    if not isinstance(q, PendingHeads):
-        return (*(None,) * 6, 0, 0.0, 0)
-    return q.parts, q.norm, q.table, q.slots, q.keys, q.values, q.parts.shape[1], q.eps, q.context
-
-
-def _fusing(q: Tensor | PendingHeads) -> dict[str, Any]:
-    """What the kernel is compiled for."""
-    if not isinstance(q, PendingHeads):
-        return {"FUSED": False, "HALF": 0, "RAW": 1, "NORMED": False, "ROTARY": False, "INTERLEAVED": False}
-    constants = q.constants()
-    return {"FUSED": True, "RAW": constants.pop("PARTS"), **constants}
+def _stretches(places: int, spans: int, blocks: float) -> int:
+    """Of a block: two where each has enough to do, as the second one's code is read from memory too."""
+    if places > PLACES:
+        return 1
+    return 2 if spans >= LONG or (places <= CHUNK and blocks >= LONG) else 1
 
 
 def _pages(pool: Tensor, page: int) -> TensorDescriptor:

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu import pending_heads
 from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.linear import add_parts_twin, added
-from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.rope import rotate
 
 
@@ -101,14 +99,11 @@ def place(
     heads: int,
     eps: float,
     interleaved: bool,
-) -> Tensor | PendingHeads:
+) -> Tensor:
     """Queries [T, H, D] out of the fused projection [P, T, (H + 2 Hkv) D]; keys and values go to their slots.
 
-    norm [H + Hkv, D] or None; table [positions, 2, rotary / 2] or None: heads are not rotated. On Hopper attention
-    does all of it, from what is returned here.
+    norm [H + Hkv, D] or None; table [positions, 2, rotary / 2] or None: heads are not rotated.
     """
-    if pending_heads.known(keys):
-        return PendingHeads(parts, norm, table, positions, slots, keys, values, heads, eps, interleaved)
     rows, (kv, d) = parts.shape[1], keys.shape[1:]
     q = torch.empty(rows, heads, d, dtype=keys.dtype, device=keys.device)
     hb = 8

@@ -24,7 +24,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-TRY_NEW = bool(os.environ.get("FAIRCOPY_NEW_KERNELS"))  # use kernels that have not been measured on a GPU yet
 
 
 @triton.jit

@@ -53,7 +53,7 @@ class PackedRows:
         """One tile per batch slot, whose rows are where they were packed: a plan that can be captured."""
         seqs = torch.arange(self.rows.shape[0], dtype=torch.int32, device=tables.device)
         blocks = -(-context // block_length(dim, itemsize))
-        return PagePlan(self.rows, self.ranges, seqs, tables, page, blocks, whole=True)
+        return PagePlan(self.rows, self.ranges, seqs, tables, page, blocks)
 
 
 @launched

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import TRY_NEW, hopper, power
+from faircopy.kernels.gpu.launch import hopper, power
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
@@ -51,7 +51,6 @@ class PagePlan:
     bases: Tensor | None = None  # [tiles] from this position on keys are found through `paths`; None: not tails
     paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
     even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
-    whole: bool = False  # every sequence's rows are in one tile
     tails: PagePlan | None = None  # tiles that go on where others have left their state
 
 
@@ -83,7 +82,6 @@ def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: in
     return PagePlan(
         sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
         sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
-        whole=not tree and len({lane.seq for lane, _ in cuts}) == len(cuts),
     )  # fmt: skip
 
 
@@ -95,7 +93,7 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
 
 def chain_height(group: int, line_bytes: int, device: torch.device) -> int:
     """Rows of a tile at most where there are no trees."""
-    if TRY_NEW and hopper(device) and line_bytes in (128, 256):
+    if hopper(device) and line_bytes in (128, 256):
         return tile_height(group) * HOPPER_TOKENS // TOKENS
     return tile_height(group, line_bytes)
 
@@ -106,7 +104,7 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
     height = torch.arange(size * rows, dtype=torch.int32, device=tables.device).view(size, rows)
     ranges = torch.tensor([[0, END]] * size, dtype=torch.int32, device=tables.device)
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device)
-    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows, whole=True)
+    return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
 
 
 def tree_plan(

@@ -23,10 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from faircopy.kernels.gpu.launch import TRY_NEW, hopper, launched, options, power, processors, shared_memory
+from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors, shared_memory
 from faircopy.kernels.gpu.stream import put_columns
 
 NUMBERS = 8192  # of all rows that a block normalises for itself, padded, at most
+FEW = 2  # rows that a product normalises on its way: of more, each block would read too much
 TILE = 8  # rows of a tile of inputs: the least that tensor cores take
 BN, BK = 64, 64  # of a tile of weights
 STAGES = 16  # tiles of weights on their way, as far as shared memory holds them
@@ -224,13 +225,13 @@ class PendingNorm:
 
 def known(x: Tensor) -> bool:
     """Whether these kernels run here."""
-    return TRY_NEW and hopper(x.device) and x.element_size() == 2
+    return hopper(x.device) and x.element_size() == 2
 
 
 def few(x: Tensor) -> bool:
     """Whether a product may normalise these rows on its way."""
     rows, n = x.shape
-    return known(x) and 0 < rows <= TILE and n % BK == 0 and power(rows) * power(n) <= NUMBERS and power(n) >= 1024
+    return known(x) and 0 < rows <= FEW and n % BK == 0 and power(rows) * power(n) <= NUMBERS and power(n) >= 1024
 
 
 def add_norm(

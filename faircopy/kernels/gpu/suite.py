@@ -12,7 +12,6 @@ from torch import Tensor
 from faircopy.kernels.gpu import attention, heads, logprobs, norm, packing, pick, sampler, step, tree
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
-from faircopy.kernels.gpu.pending_heads import PendingHeads
 from faircopy.kernels.gpu.pending_norm import PendingNorm, few
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -63,7 +62,7 @@ class Suite:
 
     embed_norm: Callable[..., tuple[Tensor, Tensor]]
     add_norm: Callable[..., Tensor]
-    place: Callable[..., Tensor | PendingHeads]
+    place: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     pick: Pick
     offer: Callable[[Tensor, Tensor, Tensor, int, int | None], tuple[Tensor, Tensor]]
