@@ -3,9 +3,9 @@
 python -m benchmarks.memory --out benchmarks/results/memory-cpu.json        (a process per case, about three minutes)
 python -m benchmarks.memory --device cuda --out $OUT/memory-h200.json       (one process)
 
-Measured is the peak beyond what the process held before: on a CPU its anonymous memory, looked at every millisecond (a
-small engine of the same type runs first, which loads libraries and compiles kernels); on a GPU what torch has allocated
-at most, and reserved.
+Measured is the peak beyond what the process held before: on a CPU its anonymous memory, looked at every millisecond; on
+a GPU what torch has allocated at most, and reserved. A small engine runs first, which loads libraries and compiles
+kernels.
 """
 
 from __future__ import annotations
@@ -272,6 +272,8 @@ def main() -> None:
     if args.only is not None:
         print(json.dumps(row(cases[args.only], device)))
         return
+    if args.device == "cuda":
+        run(Case("8M", "bfloat16", batch=2, tokens=128), device)
     rows = (in_a_process(n) if args.device == "cpu" else row(case, device) for n, case in enumerate(cases))
     settings = {"device": args.device, "page": PAGE, "threads": torch.get_num_threads()}
     for found in collect(args.out, settings, rows) if args.out else rows:

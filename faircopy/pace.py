@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-MARGIN = 0.5e-3  # seconds that the host may take longer than it ever did
+MARGIN = 0.5e-3  # seconds that the host may take longer than it ever did, at least
+IDLE = 0.05e-3  # seconds that a device takes from one captured step to the next that waits for it, at most
 DRIFT = 1.005  # a step may take this much longer than the quickest before: texts grow
 FADE = 0.98  # what a slow start of a step counts in the next one
 
@@ -17,6 +18,10 @@ class Collectable(Protocol):
     def kind(self) -> Any:
         """Steps of one kind take about as long."""
 
+    @property
+    def idle(self) -> float:
+        """Seconds that the device had nothing to do before it."""
+
 
 class Pace:
     """Measures captured steps that run behind each other."""
@@ -26,6 +31,7 @@ class Pace:
         self._quickest: dict[Any, float] = {}
         self._lead = 0.0  # seconds from the end of a wait to the start of the step behind
         self._due: float | None = None  # when the last wait was to end
+        self._margin = MARGIN
 
     def wait(self, step: Collectable) -> None:
         """Sleep for as long as the step behind this one, which runs, need not be planned."""
@@ -42,6 +48,8 @@ class Pace:
         """A step was collected; returns its seconds, if they are known. more: another one runs behind it."""
         now, before = time.perf_counter(), self._collected
         self._collected = now if more else None
+        idle = step.idle
+        self._margin = self._margin + idle if idle > IDLE else max(MARGIN, FADE * self._margin)
         if before is None:
             return None
         seconds = now - before
@@ -57,4 +65,4 @@ class Pace:
         if self._collected is None or step.kind not in self._quickest:
             return 0.0
         end = self._collected + self._quickest[step.kind]
-        return max(0.0, end - self._lead - MARGIN - time.perf_counter())
+        return max(0.0, end - self._lead - self._margin - time.perf_counter())

@@ -47,10 +47,9 @@ TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positio
 FLASH = {
     "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
     "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
-    "PARTS": True, "TALL": True, "STRETCHES": 1, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True, "sinks": None,
+    "PARTS": True, "TALL": True, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True, "sinks": None,
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
-MANY_KEYS = FEW_ROWS | {"STRETCHES": 2, "SLOTS": 2}
 STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
@@ -73,7 +72,6 @@ HOPPER_ALONE = (
     (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
     (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
     (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
-    (flash._flash, MANY_KEYS, POINTERS | PAGES | TABLES, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip
 

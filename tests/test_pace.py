@@ -13,6 +13,7 @@ from faircopy.pace import DRIFT, MARGIN, Pace
 @dataclass(frozen=True)
 class Step:
     kind: str
+    idle: float = 0.0
 
 
 @pytest.fixture
@@ -55,6 +56,22 @@ def test_waking_up_late_makes_the_next_wait_shorter(clock: list[float]) -> None:
     pace.started(clock[0] - 0.002)
     pace.collected(step, more=True)
     assert pace.spare_time(step) == pytest.approx(0.010 * DRIFT - 0.005 - MARGIN)
+
+
+def test_a_device_that_was_idle_makes_the_next_wait_shorter(clock: list[float]) -> None:
+    """For whatever reason: the host was late, or a started step takes long to begin."""
+    pace, step = Pace(), Step("a")
+    pace.collected(step, more=True)
+    clock[0] += 0.010
+    pace.collected(step, more=True)
+    before = pace.spare_time(step)
+    clock[0] += 0.010
+    pace.collected(Step("a", idle=0.002), more=True)
+    assert pace.spare_time(step) == pytest.approx(before - 0.002)
+    for _ in range(200):
+        clock[0] += 0.010
+        pace.collected(step, more=True)
+    assert pace.spare_time(step) == pytest.approx(before, abs=1e-4), "it fades"
 
 
 def test_a_delay_does_not_become_the_expectation(clock: list[float]) -> None:

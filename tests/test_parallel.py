@@ -38,6 +38,7 @@ from faircopy.parallel import launch
 from faircopy.parallel.group import Group
 from faircopy.parallel.interrupts import uninterrupted
 from faircopy.parallel.launch import start_ranks
+from faircopy.parallel.messages import from_bytes, to_bytes
 from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
 from faircopy.parallel.shards import Load
 from faircopy.testing import Plain, ScriptedDrafter, cacheless
@@ -470,3 +471,18 @@ def test_ranks_end_with_rank_0(other_rank_0: subprocess.Popen[str]) -> None:
             time.sleep(0.05)
         assert not Path(f"/proc/{worker}").exists(), "rank 1 outlived rank 0"
         assert "rank 1 ends" in first.stderr.read()
+
+
+def test_any_tensor_can_be_sent() -> None:
+    """A single number out of a table has that table's stride."""
+    table = torch.arange(16, dtype=torch.int32).view(4, 4)
+    for sent in (
+        table[1:2, 2],
+        table[:, 1:2][2:3],
+        table.t(),
+        table[:0],
+        torch.tensor(3.5),
+        table.to(torch.bfloat16)[::3],
+    ):
+        arrived = from_bytes(to_bytes(sent), torch.device("cpu"))
+        assert torch.equal(arrived, sent) and arrived.dtype == sent.dtype

@@ -16,7 +16,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return torch.device if isinstance(value, torch.device) else None
-        host = value.detach().cpu().contiguous()
+        # not contiguous(): a single number has any stride, and bytes are viewed with a stride of one alone
+        host = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         kind = str(host.dtype).removeprefix("torch.")
         return host.view(-1).view(torch.uint8).numpy(), kind, tuple(host.shape), value.device.type == "cpu"
 

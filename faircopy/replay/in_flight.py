@@ -26,11 +26,20 @@ class InFlightStep:
     logprobs: LogprobReport  # on the host, if a sequence wants them
     done: torch.cuda.Event | None  # None: there is no GPU and it is done already
     rows: int  # rows the target computes, padding rows included
+    begun: torch.cuda.Event | None = None  # when the device began
+    after: torch.cuda.Event | None = None  # `done` of the step before, if this one was started behind it
 
     @property
     def kind(self) -> tuple[int, int]:
         """Batch slots and draft nodes: steps of one kind take about as long."""
         return self.graph.size, self.graph.k
+
+    @property
+    def idle(self) -> float:
+        """Seconds that the device had nothing to do between the step before and this one, which is done."""
+        if self.begun is None or self.after is None:
+            return 0.0
+        return max(0.0, float(self.after.elapsed_time(self.begun))) / 1e3
 
     @property
     def abandoned(self) -> bool:

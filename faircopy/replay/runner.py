@@ -105,6 +105,7 @@ class CapturedRunner:
         slots = {seq: n if after is None else after.batch_slots[seq] for n, seq in enumerate(plan.seqs)}
         graph, captured = self._graph(self._bucket(max(slots.values()) + 1, plan.k), plan.k)
         self._turn = 1 - self._turn
+        begun = self._mark()
         self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
         if after is None:
             self._write_history(slots)
@@ -117,7 +118,9 @@ class CapturedRunner:
         report.copy_(graph.out, non_blocking=True)
         if any(seq.params.logprobs is not None for seq in slots):
             logprobs.copy_(graph.logprobs)
-        return InFlightStep(plan, slots, graph, report, logprobs, self._mark(), rows)
+        return InFlightStep(
+            plan, slots, graph, report, logprobs, self._mark(), rows, begun, None if after is None else after.done
+        )
 
     def collect(self, step: InFlightStep) -> FinishedStep:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
@@ -353,7 +356,7 @@ class CapturedRunner:
         """An event behind everything started so far; None without a GPU."""
         if not self._graphs:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

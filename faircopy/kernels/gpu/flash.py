@@ -30,9 +30,8 @@ from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
-SLOTS = 4  # blocks of keys or values in shared memory, of all stretches
+SLOTS = 4  # blocks of keys or values in shared memory
 CHUNK = 16  # queries whose spans are merged at a time
-LONG = 8  # spans of a tile, or key blocks per processor, for which two stretches pay
 TOGETHER = 4  # spans that are read at once to be merged
 TILES = 128  # whose rows a block looks at together when it finds its share
 _END = gl.constexpr(END)
@@ -90,12 +89,13 @@ def _counts(
 
 
 @gluon.jit
-def _all_counts(
+def _share(
     rows, ranges, positions, window, blocks, tiles, even,
-    Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
+    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
     EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks of each of the first TILES tiles, and of all tiles together."""
+    """This block's stretch of all key blocks: the key head, the tile and the block of that tile where it begins, how
+    many come before it, and where it ends. Tiles are looked at TILES at a time."""
     counts = _counts(0, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS)
     total = gl.sum(counts, 0)
     for begin in range(TILES, tiles, TILES):
@@ -103,19 +103,8 @@ def _all_counts(
             begin, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
         )
         total += gl.sum(more, 0)
-    return counts, total
-
-
-@gluon.jit
-def _share(
-    counts, total, share, shares, rows, ranges, positions, window, blocks, tiles, even,
-    KV: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
-    EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """One of equal stretches of all key blocks: the key head, the tile and the block of that tile where it begins, how
-    many come before it, and where it ends. Tiles are looked at TILES at a time."""
-    at = (share * total.to(gl.int64) * KV // shares).to(gl.int32)
-    end = ((share + 1) * total.to(gl.int64) * KV // shares).to(gl.int32)
+    at = (gl.program_id(0) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
     head = at // gl.maximum(total, 1)
     within = at - head * total
     passed = gl.associative_scan(counts, 0, _plus) <= within
@@ -444,11 +433,11 @@ def _flash(
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
-    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, STRETCHES: gl.constexpr, CHUNK: gl.constexpr,
+    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, CHUNK: gl.constexpr,
     TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A block takes one or two stretches of all key blocks, each with a copying warp and four multiplying ones. TALL:
-    four more multiply the lower half of every tile."""
+    """A block takes an equal stretch of all key blocks: a warp copies them, four multiply. TALL: four more multiply the
+    lower half of every tile."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
@@ -459,52 +448,10 @@ def _flash(
     pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
     slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
     full, empty = _barriers(SLOTS, 2 if TALL else 1)
-    share, shares = STRETCHES * gl.program_id(0), STRETCHES * gl.num_programs(0)
-    counts, total = _all_counts(
-        rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
-    )
     head, tile, offset, at, end = _share(
-        counts, total, share, shares, rows, ranges, positions, window, blocks, tiles, even,
-        KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
-    )  # fmt: skip
-    if STRETCHES == 2:  # arguments are written out: constants in a tuple with a name become numbers at run time
-        query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
-        pages_2 = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
-        slots_2 = pages_2._reinterpret(kind, [SLOTS, BN, D], wide)
-        full_2, empty_2 = _barriers(SLOTS, 1)
-        head_2, tile_2, offset_2, at_2, end_2 = _share(
-            counts, total, share + 1, shares, rows, ranges, positions, window, blocks, tiles, even,
-            KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS,
-        )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
-                    TOGETHER, WARPS, PDL,
-                )),
-                (_multiply, (
-                    q, out, parts, stats, counters, query_2, slots_2, ones, full_2, empty_2, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head_2, tile_2, offset_2, at_2,
-                    end_2, 0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS,
-                    CHUNK, TOGETHER, WARPS, PDL,
-                )),
-                (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, PDL,
-                )),
-                (_copy, (
-                    keys, values, pages_2, full_2, empty_2, rows, ranges, seqs, tables, positions, window, width,
-                    blocks, tiles, even, head_2, tile_2, offset_2, at_2, end_2, D, Q, QP, BN, BLOCKS, PAGE, SLOTS,
-                    LINE, EVEN, WINDOWED, PARTS, PDL,
-                )),
-            ],
-            [4, 1, 1],
-            [232, 40, 40],
-        )  # fmt: skip
-    elif TALL:
+        rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
+    )
+    if TALL:  # arguments are written out: constants in a tuple with a name become numbers at run time
         query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
         gl.warp_specialize(
             [
@@ -567,24 +514,16 @@ def attend(
     parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
-    units, blocks = tiles * kv * (spans if parted else 1), tiles * kv * plan.blocks
-    tall, stretches = places > PLACES, _stretches(places, spans, blocks / processors(out.device))
+    units = tiles * kv * (spans if parted else 1)
     _flash[(min(units, processors(out.device)),)](
         q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, plan.ranges,
         plan.seqs, plan.tables, positions, sinks, numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks,
         spans, tiles, plan.even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
-        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS // stretches,
-        EVEN=plan.even > 0, PARTS=parted, TALL=tall, STRETCHES=stretches, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
+        BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
+        EVEN=plan.even > 0, PARTS=parted, TALL=places > PLACES, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
         num_warps=4, **given, **options(out.device),
     )  # fmt: skip
-
-
-def _stretches(places: int, spans: int, blocks: float) -> int:
-    """Of a block: two where each has enough to do, as the second one's code is read from memory too."""
-    if places > PLACES:
-        return 1
-    return 2 if spans >= LONG or (places <= CHUNK and blocks >= LONG) else 1
 
 
 def _pages(pool: Tensor, page: int) -> TensorDescriptor:
