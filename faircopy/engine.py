@@ -18,7 +18,7 @@ from faircopy.model.runner import Result, Runner
 from faircopy.pace import Pace
 from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
-from faircopy.types import Draft, FinishedStep, Output, Request, Sequence, StepPlan, check_draft
+from faircopy.types import Draft, FinishedStep, Output, Request, SamplingParams, Sequence, StepPlan, check_draft
 from faircopy.verify.base import Verifier
 
 if TYPE_CHECKING:
@@ -89,7 +89,17 @@ class Engine:
         if self.captured is not None:
             self.captured.warm(self.draft_lengths.lengths)
         if self.target.passes is not None:
+            if not self.busy:
+                self._try_out()
             self.draft_lengths.use(self.costs)
+
+    def _try_out(self) -> None:
+        """Write a text of two tokens that is not counted: libraries load their kernels when they are first used."""
+        meter, self.meter, last_id = self.meter, Meter(), self._next_id
+        self.add(Request((0,), SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True)))
+        while self.busy:
+            self.step()
+        self.meter, self._next_id = meter, last_id
 
     @property
     def costs(self) -> CostTable:

@@ -223,10 +223,10 @@ def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[in
 # A whole model
 
 
-def a_model(folder: Path) -> Fused:
-    """Two layers in the GPU's decoder, wide enough for products that normalise their own rows."""
+def a_model(folder: Path, layers: int = 2) -> Fused:
+    """A few layers in the GPU's decoder, wide enough for products that normalise their own rows."""
     config = Qwen3Config(
-        hidden_size=1024, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=1024, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=96, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)

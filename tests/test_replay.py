@@ -23,6 +23,7 @@ from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
+from faircopy.meter import Meter
 from faircopy.model import loader
 from faircopy.model.base import Model
 from faircopy.model.fused import Fused, fused_weights
@@ -651,3 +652,11 @@ def test_chunks_without_wanted_rows_change_nothing(pair: tuple[Fused, Fused]) ->
         engine = build(pair, None, chunk=chunk)
         outputs.append(finish(engine, [engine.add(Request(prompt, params)), engine.add(Request(prompt[:70], params))]))
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_warm_up_counts_nothing(pair) -> None:  # type: ignore[no-untyped-def]
+    """The text it writes, so that libraries load their kernels, is not one of the requests."""
+    engine = build(pair, "model", k=2)
+    engine.warm_up()
+    assert engine.meter.snapshot() == Meter().snapshot() and not engine.busy and not engine.tables.held()
+    assert engine.add(Request((5, 6), SamplingParams(max_tokens=1))).id == 1

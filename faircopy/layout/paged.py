@@ -112,9 +112,10 @@ class PagedLayout:
 
     def place(self, listed: RowList, batch: Batch) -> Packed:
         """The same rows on the device, with the plans for attention."""
+        kind = torch.int64 if self.suite is None else torch.int32  # as in graphs: kernels are compiled for one of them
         return Packed(
-            torch.tensor(listed.ids, dtype=torch.int64, device=self.device),
-            torch.tensor(listed.positions, dtype=torch.int64, device=self.device),
+            torch.tensor(listed.ids, dtype=kind, device=self.device),
+            torch.tensor(listed.positions, dtype=kind, device=self.device),
             torch.from_numpy(np.concatenate(listed.slots)).to(self.device),
             self._plans(listed.lanes, len(listed.ids)) if self.suite is None else self._page_plans(listed.pages, batch),
             torch.tensor(listed.wanted, dtype=torch.int64, device=self.device),

@@ -17,13 +17,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.pages import PagePlan, TileList, block_length, chain_height
+from faircopy.kernels.gpu.pages import GRAPH_ROWS, PagePlan, TileList, block_length, chain_height
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
 from faircopy.types import Batch, Draft
 
-ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # larger passes take the device longer than the host
+ROWS = (
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    512,
+    768,
+    GRAPH_ROWS,
+)  # larger passes take the device longer than the host
 LARGER = (2048, 4096)  # rows of passes that are launched kernel by kernel, of each kind
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most

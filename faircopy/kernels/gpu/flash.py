@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
-from faircopy.kernels.gpu.pages import END, HOPPER_TOKENS, SPAN, PagePlan, block_length
+from faircopy.kernels.gpu.pages import END, GRAPH_ROWS, HOPPER_TOKENS, SPAN, PagePlan, block_length
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
@@ -511,7 +511,7 @@ def attend(
     (rows, heads, d), kv, (tiles, height) = out.shape, keys.shape[1], plan.rows.shape
     bn, sinks, window = block_length(d, keys.element_size()), numbers[0], numbers[3]
     spans, places = -(-plan.blocks * bn // SPAN), height * (heads // kv)
-    parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel()
+    parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel() and rows <= GRAPH_ROWS
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)

@@ -51,6 +51,8 @@ class Launcher:
         self._constants = [param.name for param in params if param.is_constexpr]
         behind = [param.name for param in params[len(params) - len(self._constants) :]]
         assert self._constants == behind, "compile-time parameters come last"
+        given = (kernel.kwargs if INTERPRETED and hasattr(kernel, "kwargs") else vars(kernel)).get("do_not_specialize")
+        self._kinds = [_size if name in (given or ()) else _specialised for name in kernel.arg_names]
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
         self._asked: set[Any] = set()  # variants that are compiled ahead
 
@@ -61,7 +63,7 @@ class Launcher:
         if INTERPRETED:
             self.kernel[grid](*args, **meta)
             return
-        key = (torch.cuda.current_device(), *map(_specialised, args), *meta.values())
+        key = (torch.cuda.current_device(), *self.variant(args, meta))
         found = self._compiled.get(key)
         if _AHEAD.get():
             self._ask(key, found is not None, grid, args, meta)
@@ -71,6 +73,10 @@ class Launcher:
             compiled = self.kernel[grid](*args, **meta)
             first_launches.append(self.kernel.fn.__name__)
             self._compiled[key] = (compiled, tuple(meta[name] for name in self._constants))
+
+    def variant(self, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...]:
+        """What such a launch is compiled for."""
+        return (*(kind(x) for kind, x in zip(self._kinds, args, strict=False)), *meta.values())
 
     def _ask(self, key: Any, known: bool, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         """Have a variant compiled, and run nothing."""
@@ -107,6 +113,11 @@ def _specialised(x: Any) -> Any:
     if isinstance(x, TensorDescriptor | GluonDescriptor):
         return x.base.dtype, *x.block_shape
     return float if x.__class__ is float else x
+
+
+def _size(x: int) -> bool:
+    """A number whose value does not matter: whether it is long."""
+    return not -_LONG <= x < _LONG
 
 
 _LONG = 1 << 31

@@ -23,6 +23,7 @@ HOPPER_TOKENS = 128  # for the kernel in flash.py
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
+GRAPH_ROWS = 1024  # passes of more rows are launched kernel by kernel, with one kind of tile: it is compiled ahead
 SPAN = 512  # keys whose results are merged with those of other spans: part of the numbers' definition
 
 
@@ -65,19 +66,20 @@ def plan_pages(
 
 
 def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    height = min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
+    many = sum(len(lane.rows) for lane in lanes) > GRAPH_ROWS
+    height = most if many else min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
     cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
     rows = np.full((len(cuts), height), -1, np.int32)
     paths = np.zeros((len(cuts), PATH), np.int32)
     for n, (lane, cut) in enumerate(cuts):
         rows[n, : len(cut)] = cut
         paths[n, : len(lane.path)] = lane.path
-    even = _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
+    even = 0 if many else _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
     numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
     tree = any(len(lane.path) for lane in lanes)
 
     def sent(array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(tables.device, non_blocking=True)
+        return torch.from_numpy(np.array(array)).to(tables.device, non_blocking=True)
 
     return PagePlan(
         sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
