@@ -66,6 +66,7 @@ def checks() -> Iterator[Check]:
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
     yield "logprobs: the same tokens and values", sampling_checks.logprobs
+    yield "logprobs: rows do not know where they lie", sampling_checks.logprobs_anywhere
     yield "step: the same state", _step
     yield "packing: the same rows, and the same accepted", _packing
     yield "offer: the same tokens", tree_checks.offers

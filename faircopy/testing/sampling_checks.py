@@ -10,7 +10,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.filters import Filter, kept
 from faircopy.kernels.gpu import pick, sampler
-from faircopy.kernels.gpu.logprobs import LogprobReport, report_logprobs, report_logprobs_twin
+from faircopy.kernels.gpu.logprobs import LogprobReport, report_logprobs, report_logprobs_twin, row_logprobs
 from faircopy.kernels.gpu.records import IN_PROMPT, Asks, Control, Report, Setting, float_bits
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 
@@ -60,6 +60,16 @@ def logprobs(device: torch.device) -> float:
     report_logprobs(logits, chosen, wanted, places, ours)
     report_logprobs_twin(logits, chosen, wanted, places, twin)
     return float(not torch.equal(ours.tokens, twin.tokens)) + float((ours.values - twin.values).abs().max() > 1e-4)
+
+
+def logprobs_anywhere(device: torch.device) -> float:
+    """Rows of an odd width, together, alone, and with room between them have the same bits."""
+    logits = _logits(device, 5)[:, :4999].contiguous()
+    spaced = torch.nn.functional.pad(logits, (0, 9))[:, :4999]
+    tokens = list(range(5))
+    together = row_logprobs(logits, tokens, 3)
+    alone = [row_logprobs(logits[n : n + 1], [n], 3)[0] for n in tokens]
+    return float(together != alone) + float(together != row_logprobs(spaced, tokens, 3))
 
 
 def _chosen(device: torch.device, logits: Tensor, packed: bool, twin: bool) -> list[Tensor]:

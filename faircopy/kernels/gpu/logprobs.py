@@ -1,4 +1,7 @@
-"""Log probabilities of the chosen token and of the best ones, for the rows that ask for them."""
+"""Log probabilities of the chosen token and of the best ones, for the rows that ask for them.
+
+Exponentials are summed as whole numbers: the order of a sum depends on how a row is aligned in memory, these do not.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from faircopy.kernels.gpu.launch import begin, launched, options, power
 
 MAX_LOGPROBS = 20  # best tokens of a row that captured steps report
 CHUNK = 4096
+UNIT = tl.constexpr(1 << 40)  # of an exponential
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ def _tops(
         place = row * chunks + chunk
         top = tl.max(x, 0)
         tl.store(stats + place * 2, top)
-        tl.store(stats + place * 2 + 1, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0))
+        shares = tl.where(x == float("-inf"), 0.0, tl.exp(x - top) * UNIT)
+        tl.store(stats + place * 2 + 1, tl.sum(shares.to(tl.int64), 0).to(tl.float32) / UNIT)
         for rank in range(want):
             best = tl.max(x, 0)
             token = tl.min(tl.where(x == best, at, 2147483647), 0)
