@@ -61,20 +61,22 @@ def plan_pages(
     """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
     tails = [lane for lane in lanes if len(lane.path)]
     most = tile_height(group, line_bytes) if tails else chain_height(group, line_bytes, tables.device)
-    plan = _cut([lane for lane in lanes if not len(lane.path)], most, tables, page, blocks)
+    chains = [lane for lane in lanes if not len(lane.path)]
+    many = not tails and sum(len(lane.rows) for lane in chains) > GRAPH_ROWS
+    plan = _cut(chains, most, tables, page, blocks, most if many else 1)
     return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
 
 
-def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int) -> PagePlan:
-    many = sum(len(lane.rows) for lane in lanes) > GRAPH_ROWS
-    height = most if many else min(power(max((len(lane.rows) for lane in lanes), default=1)), most)
+def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int, least: int = 1) -> PagePlan:
+    """Tiles of equal height, at least and at most as high as given."""
+    height = min(power(max((len(lane.rows) for lane in lanes), default=1), least), most)
     cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
     rows = np.full((len(cuts), height), -1, np.int32)
     paths = np.zeros((len(cuts), PATH), np.int32)
     for n, (lane, cut) in enumerate(cuts):
         rows[n, : len(cut)] = cut
         paths[n, : len(lane.path)] = lane.path
-    even = 0 if many else _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
+    even = 0 if least > 1 else _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
     numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
     tree = any(len(lane.path) for lane in lanes)
 
