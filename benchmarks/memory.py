@@ -269,11 +269,11 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="one case, in this process")
     args = parser.parse_args()
     device, cases = torch.device(args.device), CPU if args.device == "cpu" else GPU
+    if args.device == "cuda":
+        run(Case("8M", "bfloat16", batch=2, tokens=128), device)
     if args.only is not None:
         print(json.dumps(row(cases[args.only], device)))
         return
-    if args.device == "cuda":
-        run(Case("8M", "bfloat16", batch=2, tokens=128), device)
     rows = (in_a_process(n) if args.device == "cpu" else row(case, device) for n, case in enumerate(cases))
     settings = {"device": args.device, "page": PAGE, "threads": torch.get_num_threads()}
     for found in collect(args.out, settings, rows) if args.out else rows:
