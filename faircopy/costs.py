@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
+FIRST = 5  # measurements of a kind of which the median counts
 NEAR = 3  # steps of a kind after which the level follows it
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
@@ -99,6 +101,15 @@ GUESSED = CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False)  # its shape i
 class _Cell:
     factor: float = 1.0  # measured over expected, with the level taken out
     count: int = 0
+    first: list[float] = field(default_factory=list)
+
+    def add(self, found: float) -> None:
+        """The median of the first few, so that a slow moment does not decide; then a running average."""
+        if len(self.first) < FIRST:
+            self.first.append(found)
+            self.factor = median(self.first)
+        else:
+            self.factor += max(SMOOTHING, 1.0 / self.count) * (found - self.factor)
 
 
 class StepCosts:
@@ -134,7 +145,7 @@ class StepCosts:
             return  # it may have compiled or captured something
         if cell.count > NEAR:
             self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
-        cell.factor += max(SMOOTHING, 1.0 / cell.count) * (found - cell.factor)
+        cell.add(found)
 
     def tried(self, batch: int, k: int) -> int:
         cell = self._cells.get((bucket(batch), k))

@@ -73,6 +73,16 @@ def test_costs_follow_what_steps_take() -> None:
     assert costs.of(1, 4) == pytest.approx(12.0, rel=0.05) and costs.of(1, 0) > 4.0
 
 
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_one_slow_step_of_a_trial_is_not_believed(slow: int) -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 1.8)))))
+    for _ in range(3):
+        costs.observe(1, 0, 1, 0.010)
+    for step in range(3):
+        costs.observe(1, 3, 4, 0.013 * (2.9 if step == slow else 1.0))
+    assert costs.of(1, 3) == pytest.approx(0.013, rel=0.02)
+
+
 def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:
     def cheap(batch: int, k: int) -> float:
         return 1.0 + 0.1 * k
