@@ -591,6 +591,14 @@ def test_the_engines_death_shows_in_health() -> None:
         assert server.http.post(COMPLETIONS, json=body).status_code == 503
 
 
+def test_who_gives_up_waiting_for_the_pages_does_not_end_the_engine() -> None:
+    with serving(table()) as server:
+        with server.held_back():
+            assert server.service.pages().cancel()  # the live page does so when a step takes long
+        assert server.post(COMPLETIONS, prompt="abc", max_tokens=4)["usage"]["completion_tokens"] == 4
+        assert server.http.get("/live").json()["pages"]["held"] == {}
+
+
 def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
     with serving(slow(table())) as server, ThreadPoolExecutor(2) as pool:
         body = {"prompt": "abc", "ignore_eos": True}

@@ -87,6 +87,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has given up waiting
             try:
                 future.set_result(function())
             except Exception as error:
