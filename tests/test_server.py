@@ -529,6 +529,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step() -> None:
                     steps = engine.meter.steps
             server.settle()
             assert engine.meter.steps == steps
+            assert server.metric("faircopy_pages_held") == server.metric("vllm:kv_cache_usage_perc") == 0
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back() -> None:
