@@ -377,8 +377,9 @@ def test_a_stream_tells_the_usage_so_far_if_asked(server: Running) -> None:
 
 
 def test_no_tokens_may_be_asked_for(server: Running) -> None:
-    answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=0, return_token_ids=True)
-    assert answer["choices"][0]["text"] == "" and answer["choices"][0]["token_ids"] == []
+    answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=0, return_token_ids=True, return_origins=True)
+    choice = answer["choices"][0]
+    assert choice["text"] == "" and choice["token_ids"] == choice["origins"] == []
     assert answer["usage"]["completion_tokens"] == 0
 
 
