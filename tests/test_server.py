@@ -613,6 +613,9 @@ def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
             server.wait_for_open(2)
             server.server.handle_exit(signal.SIGTERM, None)
         assert short.result().status_code == 200 and server.service.draining
+        assert httpx.get(f"{server.url}/ready").json()["status"] == "draining"
+        refused = httpx.post(server.url + COMPLETIONS, json=body)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and "shutting_down" in refused.text
         server.server.handle_exit(signal.SIGTERM, None)
         with contextlib.suppress(httpx.HTTPError):  # it may be cut off before there is an answer
             assert long.result(timeout=PATIENCE).status_code == 500
