@@ -621,6 +621,25 @@ def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
             assert long.result(timeout=PATIENCE).status_code == 500
 
 
+def test_ctrl_c_ends_the_process_without_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from faircopy.server import logs, run
+
+    seen: list[Any] = []
+
+    class Quick:
+        def run(self) -> None:
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr(run, "make_server", lambda *args: Quick())
+    monkeypatch.setattr(logs, "set_up", lambda *args: None)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        serve(table(), "text", "info", None, port=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_DFL]  # not Python's, which unwinds every task of the event loop
+
+
 # The audit, metrics, options.
 
 
