@@ -621,6 +621,17 @@ def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
             assert long.result(timeout=PATIENCE).status_code == 500
 
 
+def test_what_is_not_answered_when_the_drain_is_over_gets_an_error() -> None:
+    with serving(slow(table()), drain=0.2) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 4000}
+        stream = pool.submit(server.events, COMPLETIONS, **body)
+        whole = pool.submit(server.http.post, COMPLETIONS, json=body)
+        server.wait_for_open(2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert stream.result()[-1]["error"]["type"] == "server_error"
+        assert whole.result().status_code == 500
+
+
 def test_ctrl_c_ends_the_process_without_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from faircopy.server import logs, run
 

@@ -58,7 +58,9 @@ class Server(uvicorn.Server):
         """Listen until requests are answered: who asks meanwhile is told that the server ends."""
         while self.service.open and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self.config.timeout_graceful_shutdown = math.ceil(max(0.0, end - time.monotonic()))
+        if self.service.open and not self.force_exit:
+            await self.service.stop()  # who still waits is told
+        self.config.timeout_graceful_shutdown = math.ceil(max(1.0, end - time.monotonic()))
 
 
 def make_server(llm: LLM, config: ServerConfig) -> Server:
