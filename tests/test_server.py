@@ -559,7 +559,7 @@ def test_a_deadline_ends_a_request() -> None:
         server.settle()
 
 
-def test_a_failed_step_fails_its_requests_and_no_others() -> None:
+def test_a_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
     llm = slow(table(max_batch=4), 0.005)
     forward = llm.engine.target.model.forward
 
@@ -575,6 +575,7 @@ def test_a_failed_step_fails_its_requests_and_no_others() -> None:
             reply = server.http.post(COMPLETIONS, json=body)
             assert reply.status_code == (200 if stream else 500) and "secret" not in reply.text
             assert "server_error" in reply.text
+            assert f"request {reply.headers['x-request-id']} failed" in caplog.text  # as the answer says
         good = server.post(COMPLETIONS, prompt="abc", max_tokens=4, logit_bias={"250": -100})
         assert good["usage"]["completion_tokens"] == 4 and server.http.get("/health").status_code == 200
         server.settle()

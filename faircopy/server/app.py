@@ -156,7 +156,7 @@ class _Routes:
         job = self._service.job(writer.requests, body.timeout)
         span = traced(request.url.path, self._service.name, writer.asked.requests[0], writer.usage)
         if body.stream:
-            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()), span)
+            return JobStream(job, writer.events(job, lambda error: _told(error, number).body()), span)
         with span:
             async with job:
                 answer = await _unless_gone(request, writer.whole(job))
@@ -216,6 +216,15 @@ def as_json(body: Any, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
 
 
+def _told(error: Exception, number: str) -> ApiError:
+    """What a client is told about an error; the log has more of it, under the request's number."""
+    told = as_api_error(error, number)
+    if told.status_code >= 500:
+        expected = isinstance(error, FaircopyError)
+        log.error("request %s failed: %s", number, error, exc_info=None if expected else error)
+    return told
+
+
 def _answer_errors(app: FastAPI) -> None:
     """Errors of any kind in OpenAI's shape."""
 
@@ -231,11 +240,7 @@ def _answer_errors(app: FastAPI) -> None:
         return await known(request, invalid_body(list(error.errors())))
 
     async def ours(request: Request, error: Exception) -> Response:
-        number = request_id(request)
-        told = as_api_error(error, number)
-        if told.status_code >= 500:
-            log.error("request %s failed: %s", number, error)
-        return await known(request, told)
+        return await known(request, _told(error, request_id(request)))
 
     app.add_exception_handler(FaircopyError, ours)
     app.add_exception_handler(ApiError, known)
