@@ -177,7 +177,6 @@ class Engine:
 
         While stages verify the drafts of some sequences, those of others are proposed.
         """
-        outputs, self._early = self._early, []
         try:
             while len(self._under_way) < self._stages:
                 plan = self._plan_beside()
@@ -185,13 +184,16 @@ class Engine:
                 if not plan.seqs:
                     break
                 self._under_way.append(self._begin(plan))
-            return outputs + (self._end(self._under_way.popleft()) if self._under_way else [])
+            if self._under_way:
+                self._early += self._end(self._under_way.popleft())
         except BaseException:
             self._retreat(self.scheduler.running)
             self._leave_pipeline()
             raise
         finally:
             self._forget_departed()
+        outputs, self._early = self._early, []
+        return outputs
 
     def _plan_beside(self) -> StepPlan:
         """A step of an even share of the sequences, none of which takes part in another."""
