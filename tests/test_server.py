@@ -863,20 +863,21 @@ def test_chat_talks_to_a_server(server: Running, capsys: pytest.CaptureFixture[s
 
 def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from faircopy.server import tracing
 
     spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
+    provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=600_000))  # sent when the server ends
     monkeypatch.setattr(tracing.trace, "get_tracer", lambda name: provider.get_tracer(name))
+    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
     with serving(table()) as server:
         server.post(COMPLETIONS, prompt="a secret", max_tokens=3)
         server.events(COMPLETIONS, prompt="a secret", max_tokens=5)
-    for span, tokens in zip(spans.get_finished_spans(), (3, 5), strict=True):
-        assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == tokens
-        assert "secret" not in span.to_json()
+    sent = spans.get_finished_spans()  # FastAPI has some of its own
+    written = [span.attributes["gen_ai.usage.output_tokens"] for span in sent if span.name == COMPLETIONS]
+    assert written == [3, 5] and not any("secret" in span.to_json() for span in sent)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -11,6 +11,7 @@ from typing import Any
 from faircopy.types import Request
 
 log = logging.getLogger("faircopy.server")
+FLUSH = 5000  # milliseconds that a collector gets at the end
 try:
     from opentelemetry import trace
 except ImportError:
@@ -32,6 +33,13 @@ def set_up() -> bool:
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return True
+
+
+def flush() -> None:
+    """Send the spans that wait to be sent: the signal that ends the process skips what Python does at its exit."""
+    provider = None if trace is None else trace.get_tracer_provider()
+    if hasattr(provider, "force_flush"):  # the one that is there without an SDK has nothing to send
+        provider.force_flush(FLUSH)
 
 
 @contextlib.contextmanager
