@@ -137,10 +137,15 @@ class Engine:
 
     def abort(self, seq: Sequence) -> None:
         """End a request between steps; what it has written stays in the sequence."""
-        while any(seq in step.plan.seqs for step in self._under_way):
-            self._early += self._end(self._under_way.popleft())
-        self.scheduler.abort(seq)
-        self._forget_departed()
+        try:
+            while any(seq in step.plan.seqs for step in self._under_way):
+                self._early += self._end(self._under_way.popleft())
+        except BaseException:
+            self._leave_pipeline()
+            raise
+        finally:
+            self.scheduler.abort(seq)
+            self._forget_departed()
 
     def linger(self) -> None:
         """Wait until the step in flight will soon end, for callers who add requests between steps.
@@ -187,7 +192,6 @@ class Engine:
             if self._under_way:
                 self._early += self._end(self._under_way.popleft())
         except BaseException:
-            self._retreat(self.scheduler.running)
             self._leave_pipeline()
             raise
         finally:
@@ -201,7 +205,8 @@ class Engine:
         return self.scheduler.schedule(taking_part, self.scheduler.share(self._stages))
 
     def _leave_pipeline(self) -> None:
-        """Results of passes that have begun are read and dropped: the next ones to arrive are the next step's."""
+        """A step failed. Results of passes that have begun are dropped: the next ones to arrive are the next step's."""
+        self._retreat(self.scheduler.running)
         while self._under_way:
             with suppress(Exception):
                 self._under_way.popleft().wait()

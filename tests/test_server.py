@@ -597,6 +597,27 @@ def test_the_engines_death_shows_in_health() -> None:
         assert server.http.post(COMPLETIONS, json=body).status_code == 503
 
 
+def test_a_step_that_fails_while_a_client_leaves_a_pipeline_fails_its_requests_and_no_others() -> None:
+    llm = slow(table(max_batch=4))
+    engine, body = llm.engine, {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
+    engine._stages = 2
+    judge = engine.verifier.judge
+    with serving(llm) as server, ThreadPoolExecutor(1) as pool:
+        with server.http.stream("POST", COMPLETIONS, json={**body, "stream": True, "n": 3}) as leaving:
+            lines = leaving.iter_lines()
+            next(lines)
+            other = pool.submit(server.http.post, COMPLETIONS, json=body)
+            wait_until(lambda: len(engine.scheduler.running) == 4)
+            with server.held_back():
+                engine.verifier.judge = lambda *args: 1 / 0  # type: ignore
+                leaving.close()
+                server.wait_for_open(1)
+        assert other.result().status_code == 500
+        engine.verifier.judge = judge  # type: ignore[method-assign]
+        assert server.post(COMPLETIONS, prompt="abc", max_tokens=4)["usage"]["completion_tokens"] == 4
+        server.settle()
+
+
 def test_who_gives_up_waiting_for_the_pages_does_not_end_the_engine() -> None:
     with serving(table()) as server:
         with server.held_back():
