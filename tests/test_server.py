@@ -235,6 +235,17 @@ def test_structured_output_is_the_same_with_and_without_drafts(server: Running, 
         assert text.strip()
 
 
+def test_text_of_a_grammar_that_becomes_too_complex_is_not_passed_off_as_complete(server: Running) -> None:
+    lexer = [f"/.*[a-e].{{{10 + n % 20}}}x{n}/" for n in range(200)]
+    parser = [f'"a" y{n}\ny{n}: "b{n}"?' for n in range(420)]
+    for kind, between, rules in (("X", " | ", lexer), ("x", "? ", parser)):
+        start = between.join(f"{kind}{n}" for n in range(len(rules)))
+        grammar = f"start: {start}\n" + "\n".join(f"{kind}{n}: {rule}" for n, rule in enumerate(rules))
+        format = {"type": "grammar", "grammar": grammar}
+        error = server.fails(COMPLETIONS, 500, prompt=STORY, response_format=format, max_tokens=20)
+        assert error["code"] == "numerics" and "grammar" in error["message"]
+
+
 def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
