@@ -312,7 +312,8 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
     assert not called and message["content"] == "It rains."
     assert not ToolReader(body, llm.tokenizer, None).active
     body.stop = ["ins", "."]
-    cut, called = ToolReader(body, llm.tokenizer, template).message("x", prompt, ids("It rains", add_special_tokens=False))
+    tokens = ids("It rains", add_special_tokens=False)
+    cut, called = ToolReader(body, llm.tokenizer, template).message("x", prompt, tokens)
     assert not called and cut["content"] == "It ra"
 
 

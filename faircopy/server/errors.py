@@ -40,7 +40,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NumericsError):
-        problem = "the model produced NaN or infinite logits for this request, or its parameters or grammar allow no token"
+        problem = "the model produced NaN or infinite logits, or the request's parameters or grammar allow no token"
         return ApiError(500, problem, code="numerics")
     if isinstance(error, RequestError | ConfigError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")

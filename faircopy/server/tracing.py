@@ -37,8 +37,7 @@ def set_up() -> bool:
 
 def flush() -> None:
     """Send the spans that wait to be sent: the signal that ends the process skips what Python does at its exit."""
-    provider = None if trace is None else trace.get_tracer_provider()
-    if hasattr(provider, "force_flush"):  # the one that is there without an SDK has nothing to send
+    if trace is not None and hasattr(provider := trace.get_tracer_provider(), "force_flush"):  # an SDK's
         provider.force_flush(FLUSH)
 
 
