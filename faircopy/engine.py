@@ -137,10 +137,15 @@ class Engine:
 
     def abort(self, seq: Sequence) -> None:
         """End a request between steps; what it has written stays in the sequence."""
-        while any(seq in step.plan.seqs for step in self._under_way):
-            self._early += self._end(self._under_way.popleft())
-        self.scheduler.abort(seq)
-        self._forget_departed()
+        try:
+            while any(seq in step.plan.seqs for step in self._under_way):
+                self._early += self._end(self._under_way.popleft())
+        except BaseException:
+            self._leave_pipeline()
+            raise
+        finally:
+            self.scheduler.abort(seq)
+            self._forget_departed()
 
     def linger(self) -> None:
         """Wait until the step in flight will soon end, for callers who add requests between steps.
@@ -177,7 +182,6 @@ class Engine:
 
         While stages verify the drafts of some sequences, those of others are proposed.
         """
-        outputs, self._early = self._early, []
         try:
             while len(self._under_way) < self._stages:
                 plan = self._plan_beside()
@@ -185,13 +189,15 @@ class Engine:
                 if not plan.seqs:
                     break
                 self._under_way.append(self._begin(plan))
-            return outputs + (self._end(self._under_way.popleft()) if self._under_way else [])
+            if self._under_way:
+                self._early += self._end(self._under_way.popleft())
         except BaseException:
-            self._retreat(self.scheduler.running)
             self._leave_pipeline()
             raise
         finally:
             self._forget_departed()
+        outputs, self._early = self._early, []
+        return outputs
 
     def _plan_beside(self) -> StepPlan:
         """A step of an even share of the sequences, none of which takes part in another."""
@@ -199,7 +205,8 @@ class Engine:
         return self.scheduler.schedule(taking_part, self.scheduler.share(self._stages))
 
     def _leave_pipeline(self) -> None:
-        """Results of passes that have begun are read and dropped: the next ones to arrive are the next step's."""
+        """A step failed. Results of passes that have begun are dropped: the next ones to arrive are the next step's."""
+        self._retreat(self.scheduler.running)
         while self._under_way:
             with suppress(Exception):
                 self._under_way.popleft().wait()

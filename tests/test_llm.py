@@ -135,6 +135,21 @@ def test_streams_may_be_interleaved_and_left_early() -> None:
     assert llm.engine.tables.held() == 0
 
 
+def test_what_ended_early_in_a_pipeline_is_not_lost_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = an_llm()
+    engine = llm.engine
+    engine._stages = 2
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (9, 9, 1, 9)]
+    seqs = [engine.add(llm.request([n], one)) for n, one in enumerate(params)]
+    engine.step()
+    engine.abort(seqs[3])  # ends the step that the third has finished in
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.target.model, "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert seqs[2].id in [output.id for output in engine.step() if output.finished]
+
+
 def test_a_stream_that_others_finished_still_has_its_text() -> None:
     llm = an_llm(a_draft())
     params = SamplingParams(max_tokens=30)

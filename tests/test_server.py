@@ -235,6 +235,17 @@ def test_structured_output_is_the_same_with_and_without_drafts(server: Running, 
         assert text.strip()
 
 
+def test_text_of_a_grammar_that_becomes_too_complex_is_not_passed_off_as_complete(server: Running) -> None:
+    lexer = [f"/.*[a-e].{{{10 + n % 20}}}x{n}/" for n in range(200)]
+    parser = [f'"a" y{n}\ny{n}: "b{n}"?' for n in range(420)]
+    for kind, between, rules in (("X", " | ", lexer), ("x", "? ", parser)):
+        start = between.join(f"{kind}{n}" for n in range(len(rules)))
+        grammar = f"start: {start}\n" + "\n".join(f"{kind}{n}: {rule}" for n, rule in enumerate(rules))
+        format = {"type": "grammar", "grammar": grammar}
+        error = server.fails(COMPLETIONS, 500, prompt=STORY, response_format=format, max_tokens=20)
+        assert error["code"] == "numerics" and "grammar" in error["message"]
+
+
 def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
@@ -300,6 +311,10 @@ def test_calls_in_a_models_own_format_are_read_by_transformers(llm: LLM) -> None
     message, called = reader.message("x", prompt, ids("It rains.", add_special_tokens=False))
     assert not called and message["content"] == "It rains."
     assert not ToolReader(body, llm.tokenizer, None).active
+    body.stop = ["ins", "."]
+    tokens = ids("It rains", add_special_tokens=False)
+    cut, called = ToolReader(body, llm.tokenizer, template).message("x", prompt, tokens)
+    assert not called and cut["content"] == "It ra"
 
 
 # What it refuses.
@@ -377,8 +392,9 @@ def test_a_stream_tells_the_usage_so_far_if_asked(server: Running) -> None:
 
 
 def test_no_tokens_may_be_asked_for(server: Running) -> None:
-    answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=0, return_token_ids=True)
-    assert answer["choices"][0]["text"] == "" and answer["choices"][0]["token_ids"] == []
+    answer = server.post(COMPLETIONS, prompt=STORY, max_tokens=0, return_token_ids=True, return_origins=True)
+    choice = answer["choices"][0]
+    assert choice["text"] == "" and choice["token_ids"] == choice["origins"] == []
     assert answer["usage"]["completion_tokens"] == 0
 
 
@@ -529,6 +545,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step() -> None:
                     steps = engine.meter.steps
             server.settle()
             assert engine.meter.steps == steps
+            assert server.metric("faircopy_pages_held") == server.metric("vllm:kv_cache_usage_perc") == 0
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back() -> None:
@@ -554,7 +571,7 @@ def test_a_deadline_ends_a_request() -> None:
         server.settle()
 
 
-def test_a_failed_step_fails_its_requests_and_no_others() -> None:
+def test_a_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
     llm = slow(table(max_batch=4), 0.005)
     forward = llm.engine.target.model.forward
 
@@ -570,6 +587,7 @@ def test_a_failed_step_fails_its_requests_and_no_others() -> None:
             reply = server.http.post(COMPLETIONS, json=body)
             assert reply.status_code == (200 if stream else 500) and "secret" not in reply.text
             assert "server_error" in reply.text
+            assert f"request {reply.headers['x-request-id']} failed" in caplog.text  # as the answer says
         good = server.post(COMPLETIONS, prompt="abc", max_tokens=4, logit_bias={"250": -100})
         assert good["usage"]["completion_tokens"] == 4 and server.http.get("/health").status_code == 200
         server.settle()
@@ -591,6 +609,35 @@ def test_the_engines_death_shows_in_health() -> None:
         assert server.http.post(COMPLETIONS, json=body).status_code == 503
 
 
+def test_a_step_that_fails_while_a_client_leaves_a_pipeline_fails_its_requests_and_no_others() -> None:
+    llm = slow(table(max_batch=4))
+    engine, body = llm.engine, {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
+    engine._stages = 2
+    judge = engine.verifier.judge
+    with serving(llm) as server, ThreadPoolExecutor(1) as pool:
+        with server.http.stream("POST", COMPLETIONS, json={**body, "stream": True, "n": 3}) as leaving:
+            lines = leaving.iter_lines()
+            next(lines)
+            other = pool.submit(server.http.post, COMPLETIONS, json=body)
+            wait_until(lambda: len(engine.scheduler.running) == 4)
+            with server.held_back():
+                engine.verifier.judge = lambda *args: 1 / 0  # type: ignore
+                leaving.close()
+                server.wait_for_open(1)
+        assert other.result().status_code == 500
+        engine.verifier.judge = judge  # type: ignore[method-assign]
+        assert server.post(COMPLETIONS, prompt="abc", max_tokens=4)["usage"]["completion_tokens"] == 4
+        server.settle()
+
+
+def test_who_gives_up_waiting_for_the_pages_does_not_end_the_engine() -> None:
+    with serving(table()) as server:
+        with server.held_back():
+            assert server.service.pages().cancel()  # the live page does so when a step takes long
+        assert server.post(COMPLETIONS, prompt="abc", max_tokens=4)["usage"]["completion_tokens"] == 4
+        assert server.http.get("/live").json()["pages"]["held"] == {}
+
+
 def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
     with serving(slow(table())) as server, ThreadPoolExecutor(2) as pool:
         body = {"prompt": "abc", "ignore_eos": True}
@@ -600,9 +647,42 @@ def test_the_first_signal_drains_and_the_second_ends_at_once() -> None:
             server.wait_for_open(2)
             server.server.handle_exit(signal.SIGTERM, None)
         assert short.result().status_code == 200 and server.service.draining
+        assert httpx.get(f"{server.url}/ready").json()["status"] == "draining"
+        refused = httpx.post(server.url + COMPLETIONS, json=body)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and "shutting_down" in refused.text
         server.server.handle_exit(signal.SIGTERM, None)
         with contextlib.suppress(httpx.HTTPError):  # it may be cut off before there is an answer
             assert long.result(timeout=PATIENCE).status_code == 500
+
+
+def test_what_is_not_answered_when_the_drain_is_over_gets_an_error() -> None:
+    with serving(slow(table()), drain=0.2) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "abc", "ignore_eos": True, "max_tokens": 4000}
+        stream = pool.submit(server.events, COMPLETIONS, **body)
+        whole = pool.submit(server.http.post, COMPLETIONS, json=body)
+        server.wait_for_open(2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert stream.result()[-1]["error"]["type"] == "server_error"
+        assert whole.result().status_code == 500
+
+
+def test_ctrl_c_ends_the_process_without_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from faircopy.server import logs, run
+
+    seen: list[Any] = []
+
+    class Quick:
+        def run(self) -> None:
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr(run, "make_server", lambda *args: Quick())
+    monkeypatch.setattr(logs, "set_up", lambda *args: None)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        serve(table(), "text", "info", None, port=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_DFL]  # not Python's, which unwinds every task of the event loop
 
 
 # The audit, metrics, options.
@@ -816,20 +896,21 @@ def test_chat_talks_to_a_server(server: Running, capsys: pytest.CaptureFixture[s
 
 def test_requests_are_spans_where_opentelemetry_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from faircopy.server import tracing
 
     spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
+    provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=600_000))  # sent when the server ends
     monkeypatch.setattr(tracing.trace, "get_tracer", lambda name: provider.get_tracer(name))
+    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
     with serving(table()) as server:
         server.post(COMPLETIONS, prompt="a secret", max_tokens=3)
         server.events(COMPLETIONS, prompt="a secret", max_tokens=5)
-    for span, tokens in zip(spans.get_finished_spans(), (3, 5), strict=True):
-        assert span.name == COMPLETIONS and span.attributes["gen_ai.usage.output_tokens"] == tokens
-        assert "secret" not in span.to_json()
+    sent = spans.get_finished_spans()  # FastAPI has some of its own
+    written = [span.attributes["gen_ai.usage.output_tokens"] for span in sent if span.name == COMPLETIONS]
+    assert written == [3, 5] and not any("secret" in span.to_json() for span in sent)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -65,6 +65,7 @@ def test_the_page_compares_plain_and_speculative_by_keyboard_alone(browser: Any,
     assert not plain.query_selector_all(".drafted") and fast.query_selector_all(".drafted")
     assert fast.query_selector_all(".target")
     page.wait_for_function("document.querySelectorAll('#c-position rect').length >= 4")
+    page.wait_for_function("document.querySelector('#c-length polyline').points.length >= 2")  # one point is not seen
     page.wait_for_function("/^[1-9].* 0 different/.test(document.getElementById('audit').textContent)", timeout=30_000)
     assert "pages of 32 tokens" in page.text_content("#pages") and page.query_selector_all("#map i")
     if os.environ.get("FAIRCOPY_SCREENSHOT"):

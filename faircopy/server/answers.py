@@ -168,7 +168,7 @@ class CompletionShape:
             written["token_ids"] = [] if nothing else list(piece.tokens)
             written |= {"prompt_token_ids": list(choice.request.prompt)} if first else {}
         if self._body.return_origins:
-            written["origins"] = piece.origins
+            written["origins"] = [] if nothing else piece.origins
         return written
 
     def _logprobs(self, choice: Choice, piece: Piece, echo: bool, nothing: bool) -> Json | None:

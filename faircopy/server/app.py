@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from faircopy import __version__
 from faircopy.errors import FaircopyError, RequestError
 from faircopy.llm import LLM
-from faircopy.server import protocol
+from faircopy.server import protocol, tracing
 from faircopy.server.endpoints import CHAT, COMPLETIONS, Endpoints
 from faircopy.server.errors import ApiError, as_api_error, error_body, invalid_body
 from faircopy.server.live import live_state
@@ -33,7 +33,6 @@ from faircopy.server.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from faircopy.server.service import Job, Service, served_name
 from faircopy.server.settings import ServerConfig
 from faircopy.server.specification import specification
-from faircopy.server.tracing import traced
 
 log = logging.getLogger("faircopy.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -62,6 +61,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
         service.start()
         yield
         await service.stop()
+        await asyncio.to_thread(tracing.flush)
 
     app = FastAPI(title="faircopy", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -154,9 +154,9 @@ class _Routes:
         number = request_id(request)
         writer = await asyncio.to_thread(self._endpoints.writer, body, number)
         job = self._service.job(writer.requests, body.timeout)
-        span = traced(request.url.path, self._service.name, writer.asked.requests[0], writer.usage)
+        span = tracing.traced(request.url.path, self._service.name, writer.asked.requests[0], writer.usage)
         if body.stream:
-            return JobStream(job, writer.events(job, lambda error: as_api_error(error, number).body()), span)
+            return JobStream(job, writer.events(job, lambda error: _told(error, number).body()), span)
         with span:
             async with job:
                 answer = await _unless_gone(request, writer.whole(job))
@@ -216,6 +216,15 @@ def as_json(body: Any, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
 
 
+def _told(error: Exception, number: str) -> ApiError:
+    """What a client is told about an error; the log has more of it, under the request's number."""
+    told = as_api_error(error, number)
+    if told.status_code >= 500:
+        expected = isinstance(error, FaircopyError)
+        log.error("request %s failed: %s", number, error, exc_info=None if expected else error)
+    return told
+
+
 def _answer_errors(app: FastAPI) -> None:
     """Errors of any kind in OpenAI's shape."""
 
@@ -231,11 +240,7 @@ def _answer_errors(app: FastAPI) -> None:
         return await known(request, invalid_body(list(error.errors())))
 
     async def ours(request: Request, error: Exception) -> Response:
-        number = request_id(request)
-        told = as_api_error(error, number)
-        if told.status_code >= 500:
-            log.error("request %s failed: %s", number, error)
-        return await known(request, told)
+        return await known(request, _told(error, request_id(request)))
 
     app.add_exception_handler(FaircopyError, ours)
     app.add_exception_handler(ApiError, known)

@@ -87,6 +87,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has given up waiting
             try:
                 future.set_result(function())
             except Exception as error:
@@ -194,7 +196,17 @@ class EngineThread:
     def _drop(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             if ticket.seq is not None and self._live.pop(ticket.seq.id, None) is not None:
-                self._engine.abort(ticket.seq)
+                self._abort(ticket.seq)
+
+    def _abort(self, seq: Sequence) -> None:
+        """A pipeline first ends the sequence's step, which may fail like any other."""
+        try:
+            self._engine.abort(seq)
+        except RankError:
+            raise
+        except Exception as error:
+            log.exception("a step failed")
+            self._fail(error)
 
     def _close(self, ticket: Ticket) -> None:
         assert ticket.seq is not None, "a ticket in work has a sequence"

@@ -40,7 +40,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NumericsError):
-        return ApiError(500, "the model produced NaN or infinite logits for this request", code="numerics")
+        problem = "the model produced NaN or infinite logits, or the request's parameters or grammar allow no token"
+        return ApiError(500, problem, code="numerics")
     if isinstance(error, RequestError | ConfigError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     if isinstance(error, FaircopyError):

@@ -56,7 +56,7 @@ class GrammarConstraint:
 
     def __init__(self, matcher: LLMatcher, vocab: int, eos: Seq[int]) -> None:
         self._start, self._vocab = matcher, vocab
-        self._ends = _mask(vocab, eos)
+        self._ends, self._nothing = _mask(vocab, eos), _mask(vocab, ())
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._base = matcher  # a state on the way, so that long outputs are not read again
         self._base_path: tuple[int, ...] = ()
@@ -70,11 +70,16 @@ class GrammarConstraint:
         return self._masks[path]
 
     def _compute(self, path: tuple[int, ...]) -> torch.Tensor:
-        """A path that the grammar forbids or that has ended may only end; a draft that went there is not accepted."""
+        """A path that the grammar forbids or that has ended may only end; a draft that went there is not accepted.
+
+        Where llguidance gives up there is no mask: the request fails, for its text is not complete.
+        """
         matcher = self._after(path)
-        if matcher is None or matcher.is_stopped():
+        if matcher is None or (matcher.is_stopped() and not matcher.is_error()):
             return self._ends
         bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        if matcher.is_error():
+            return self._nothing
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         return mask.flatten()[: self._vocab].bool()
 
@@ -94,7 +99,8 @@ class GrammarConstraint:
 
 def _consumed(matcher: LLMatcher, tokens: tuple[int, ...]) -> LLMatcher | None:
     matcher = matcher.deep_copy()
-    return matcher if matcher.try_consume_tokens(list(tokens)) == len(tokens) else None
+    read = matcher.try_consume_tokens(list(tokens))
+    return matcher if read == len(tokens) or matcher.is_error() else None
 
 
 def _mask(vocab: int, tokens: Seq[int]) -> torch.Tensor:

@@ -113,19 +113,19 @@ class _EngineGauges:
         self._engine, self._audit, self._model, self._prefixes = engine, audit, model, prefixes
 
     def collect(self) -> Iterator[Metric]:
+        pool = self._engine.tables.pool
+        held = pool.pages - pool.available
         for prefix in self._prefixes:
-            yield from self._twins(prefix)
-        yield self._gauge("faircopy_pages_held", "Pages that sequences hold", self._engine.meter.pages_held)
+            yield from self._twins(prefix, held / max(1, pool.pages))
+        yield self._gauge("faircopy_pages_held", "Pages that sequences hold", held)
         yield self._count("faircopy_steps", "Steps made", self._engine.meter.steps)
         yield self._count("faircopy_shadow_audits", "Answers run again plainly", self._audit.checked)
         yield self._count(
             "faircopy_shadow_audit_mismatches", "Of these, those that were different", self._audit.mismatches
         )
 
-    def _twins(self, prefix: str) -> Iterator[Metric]:
+    def _twins(self, prefix: str, use: float) -> Iterator[Metric]:
         engine, meter = self._engine, self._engine.meter
-        pool = engine.tables.pool
-        use = 1.0 - pool.available / max(1, pool.pages)
         yield self._gauge(f"{prefix}num_requests_running", "Sequences in the batch", len(engine.scheduler.running))
         yield self._gauge(f"{prefix}num_requests_waiting", "Sequences in the queue", len(engine.scheduler.waiting))
         yield self._gauge(f"{prefix}kv_cache_usage_perc", "Share of the pages that are held", use)

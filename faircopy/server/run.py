@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -48,8 +49,18 @@ class Server(uvicorn.Server):
         reports = asyncio.create_task(report_speculation(self.service))
         try:
             await super().main_loop()
+            if self.service.draining:
+                await self._drain(time.monotonic() + self.service.config.drain)
         finally:
             reports.cancel()
+
+    async def _drain(self, end: float) -> None:
+        """Listen until requests are answered: who asks meanwhile is told that the server ends."""
+        while self.service.open and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        if self.service.open and not self.force_exit:
+            await self.service.stop()  # who still waits is told
+        self.config.timeout_graceful_shutdown = math.ceil(max(1.0, end - time.monotonic()))
 
 
 def make_server(llm: LLM, config: ServerConfig) -> Server:

@@ -10,6 +10,7 @@ from typing import Any
 
 from faircopy.server.protocol import ChatRequest
 from faircopy.server.reading import forced_tools, plain_tool
+from faircopy.text import IncrementalText
 
 log = logging.getLogger("faircopy.server")
 Json = dict[str, Any]
@@ -27,6 +28,7 @@ class ToolReader:
         wanted = bool(body.tools) and body.tool_choice != "none"
         self._parser = tokenizer if template is not None and wanted and not self._forced else None
         self._tools = [plain_tool(tool) for tool in body.tools or ()]
+        self._stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
 
     @property
     def active(self) -> bool:
@@ -52,7 +54,8 @@ class ToolReader:
     def _parsed(self, text: str, prompt: Seq[int], tokens: Seq[int]) -> tuple[Json, bool]:
         assert self._parser is not None, "asked only where there is one"
         try:
-            found = self._parser.parse_response(list(tokens), self._template, prefix=list(prompt), tools=self._tools)
+            written = self._until_stop(prompt, tokens)
+            found = self._parser.parse_response(written, self._template, prefix=list(prompt), tools=self._tools)
         except Exception:  # what a model writes need not be in its format
             log.warning("a text could not be parsed with the model's response template")
             return _plain(text), False
@@ -64,6 +67,16 @@ class ToolReader:
         if not calls:
             return {**message, "content": message["content"] or ""}, False
         return {**message, "tool_calls": [_call(call["name"], call.get("arguments", {})) for call in calls]}, True
+
+    def _until_stop(self, prompt: Seq[int], tokens: Seq[int]) -> str | list[int]:
+        """What the parser reads: with special tokens, and without the stop string that ended it."""
+        assert self._parser is not None, "asked only where there is one"
+        if not self._stop:
+            return list(tokens)
+        text = IncrementalText(self._parser.decode, prompt, self._stop)
+        for place, token in enumerate(tokens, 1):
+            text.push(token, may_stop=place == len(tokens))
+        return text.finish()
 
 
 def _plain(text: str | None) -> Json:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from faircopy.types import Request
 
 log = logging.getLogger("faircopy.server")
+FLUSH = 3.0  # seconds that a collector gets at the end
 try:
     from opentelemetry import trace
 except ImportError:
@@ -32,6 +34,14 @@ def set_up() -> bool:
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return True
+
+
+def flush() -> None:
+    """Send the spans that wait to be sent: the signal that ends the process skips what Python does at its exit."""
+    if trace is not None and hasattr(provider := trace.get_tracer_provider(), "force_flush"):  # an SDK's
+        sender = threading.Thread(target=provider.force_flush, daemon=True)  # its own limit is not kept by exporters
+        sender.start()
+        sender.join(FLUSH)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     check_port(config.host, config.port)
     logs.set_up(log_format, log_level)
     llm.warm_up()
-    make_server(llm, config).run()
+    server = make_server(llm, config)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # uvicorn raises it again at the end: a traceback of every open stream
+    server.run()
 
 
 def serve_replicas(
