@@ -287,9 +287,11 @@ class Scheduler:
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         """Why plain decoding would stop after this token, if it would."""
         long_enough = len(seq.tokens) - len(seq.prompt) >= seq.params.min_tokens
-        text = seq.request.text
+        text, constraint = seq.request.text, seq.request.constraint
         stopped = text is not None and text.push(token, long_enough)
         if stopped or (token in seq.stops and long_enough):
+            return "stop"
+        if constraint is not None and constraint.complete(seq.output):
             return "stop"
         return "length" if len(seq.tokens) >= seq.limit else None
 

@@ -174,6 +174,9 @@ class Constraint(Protocol):
     def allowed(self, output: Seq[int]) -> torch.Tensor:
         """[vocabulary] true for the tokens that may follow this output; depends on nothing but the output."""
 
+    def complete(self, output: Seq[int]) -> bool:
+        """Whether this output ends the text because nothing may follow, where the model has no end token to say so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -27,6 +27,9 @@ class Thirds:
     def allowed(self, output: Seq[int]) -> torch.Tensor:
         return (torch.arange(VOCAB) + sum(output)) % 3 != 0
 
+    def complete(self, output: Seq[int]) -> bool:
+        return False
+
 
 def engine(drafter: Drafter | None = None, **options: object) -> Engine:
     config = EngineConfig(drafter_per_request=True, cache_memory="1MiB", **options)  # type: ignore[arg-type]

@@ -852,6 +852,14 @@ def test_the_openai_client_works(server: Running) -> None:
     )
 
 
+def test_a_complete_grammar_ends_the_text_of_a_model_without_an_end_token() -> None:
+    with serving(worded_table()) as server:
+        for way in (False, {"drafter": "ngram", "k": 3}):
+            asked = {"prompt": STORY, "max_tokens": 40, "temperature": 0, "speculative": way}
+            (choice,) = server.post(COMPLETIONS, **asked, structured_outputs={"regex": "ab{3}(cd)?"})["choices"]
+            assert choice["text"] in ("abbb", "abbbcd") and choice["finish_reason"] == "stop"
+
+
 def test_schemathesis_finds_nothing() -> None:
     """Requests made from openapi.json: nothing invalid is accepted, nothing valid refused, no undocumented answer."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")

@@ -69,6 +69,9 @@ class GrammarConstraint:
             self._masks[path] = self._compute(path)
         return self._masks[path]
 
+    def complete(self, output: Seq[int]) -> bool:
+        return self.allowed(output) is self._ends and not bool(self._ends.any())
+
     def _compute(self, path: tuple[int, ...]) -> torch.Tensor:
         """A path that the grammar forbids or that has ended may only end; a draft that went there is not accepted.
 
