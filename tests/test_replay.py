@@ -442,6 +442,22 @@ def test_transformers_backend_in_captured_steps(drafter: str | None, k: int) -> 
         assert starts
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_stock_modules_are_given_long_ids_and_positions(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers documents them: modules may use them as an index or make one-hot vectors of them."""
+    model, kinds = stock_model(), set()
+    call = model._call
+
+    def watched(*args: torch.Tensor) -> torch.Tensor:
+        kinds.update(x.dtype for x in args)
+        return call(*args)
+
+    monkeypatch.setattr(model, "_call", watched)
+    engine = build((model, model), None, k=0, graphs=captured)
+    finish(engine, ask(engine, SamplingParams(max_tokens=2)))
+    assert kinds == {torch.int64}
+
+
 MIXED = [
     SamplingParams(max_tokens=17, temperature=0.8, top_p=0.9, seed=1),
     SamplingParams(max_tokens=17, temperature=1.1, top_k=5, repetition_penalty=1.3, seed=2),
