@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import DraftLengths, NoLength
-from faircopy.drafters.base import Drafter, permitted
+from faircopy.drafters.base import Drafter, NoDrafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
@@ -94,12 +94,26 @@ class Engine:
             self.draft_lengths.use(self.costs)
 
     def _try_out(self) -> None:
-        """Write a text of two tokens that is not counted: libraries load their kernels when they are first used."""
-        meter, self.meter, last_id = self.meter, Meter(), self._next_id
-        self.add(Request((0,), SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True)))
-        while self.busy:
-            self.step()
-        self.meter, self._next_id = meter, last_id
+        """Write a short text that nothing is counted of or learned from: libraries load kernels when first used.
+
+        Its prompt of two tokens takes an eager step. A drafter that is asked on the host may be a user's: it is not.
+        """
+        room = min(self.target.model.context, self.tables.pool.pages * self.tables.page)
+        prompt = (0,) * min(2, room - 1)
+        if not prompt:  # no request can be served
+            return
+        params = SamplingParams(max_tokens=min(2, room - len(prompt)), temperature=1.0, seed=0, ignore_eos=True)
+        kept = self.meter, self.drafter, self.draft_lengths, self._next_id
+        seq = self.add(Request(prompt, params, k=min(1, max(self.draft_lengths.lengths, default=0))))
+        self.meter, self.draft_lengths = Meter(), NoLength()
+        self.drafter = NoDrafter() if self.captured is None else self.drafter
+        try:
+            while self.busy:
+                self.step()
+        finally:
+            self.abort(seq)
+            self.meter, self.drafter, self.draft_lengths, self._next_id = kept
+            self._rows_read = self.drafter.rows_read
 
     @property
     def costs(self) -> CostTable:

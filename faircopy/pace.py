@@ -48,13 +48,18 @@ class Pace:
         """A step was collected; returns its seconds, if they are known. more: another one runs behind it."""
         now, before = time.perf_counter(), self._collected
         self._collected = now if more else None
-        idle = step.idle
-        self._margin = self._margin + idle if idle > IDLE else max(MARGIN, FADE * self._margin)
+        self._margin = self._next_margin(step.idle)
         if before is None:
             return None
         seconds = now - before
         self._quickest[step.kind] = min(seconds, DRIFT * self._quickest.get(step.kind, seconds))
         return seconds
+
+    def _next_margin(self, idle: float) -> float:
+        """More after a step that the device had to wait for: up to a whole step, for then there is no wait at all."""
+        if idle <= IDLE:
+            return max(MARGIN, FADE * self._margin)
+        return min(self._margin + idle, max((MARGIN, *self._quickest.values())))
 
     def stop(self) -> None:
         """The next step does not run behind another one."""

@@ -71,7 +71,7 @@ HOPPER_ALONE = (
     (pending_norm._add_norm, NORM, PENDING_NORMS, {}),
     (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
     (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
-    (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
+    (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip
 

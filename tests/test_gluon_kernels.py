@@ -210,6 +210,19 @@ def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.Monke
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    ("dim", "itemsize", "page", "tokens"),
+    [(64, 2, 32, 128), (128, 2, 128, 128), (32, 4, 32, 64), (64, 4, 32, 64), (128, 2, 8, 64), (256, 2, 32, 64)],
+)
+def test_tiles_are_as_high_as_their_kernel_takes(hopper: Set, dim: int, itemsize: int, page: int, tokens: int) -> None:
+    """Heads of 32 bits and other pages are not this kernel's, and have the other one's tiles."""
+    assert pages.chain_height(4, dim, itemsize, page, CPU) * 4 == tokens
+    kind = HALF if itemsize == 2 else torch.float32
+    plan = pages.plan_pages([pages.PageLane(0, range(200))], 4, torch.zeros(1, 99).int(), page, 9, dim, itemsize)
+    assert plan.rows.shape[1] * 4 == tokens
+    assert flash.fits(torch.zeros(1, 1, dim, dtype=kind), plan, 4) is (tokens == pages.HOPPER_TOKENS)
+
+
 def own_slots(scene: dict[str, Any], counts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Where the pass stores its keys."""
     tables, page = scene["plan"].tables, scene["plan"].page

@@ -74,6 +74,23 @@ def test_a_device_that_was_idle_makes_the_next_wait_shorter(clock: list[float]) 
     assert pace.spare_time(step) == pytest.approx(before, abs=1e-4), "it fades"
 
 
+def test_a_long_standstill_is_soon_forgotten(clock: list[float]) -> None:
+    """The device waited for minutes, or for a moment in each of many steps: no wait is shorter than none."""
+    pace, step = Pace(), Step("a")
+    pace.collected(step, more=True)
+    clock[0] += 0.010
+    pace.collected(step, more=True)
+    before = pace.spare_time(step)
+    for idle in (60.0, *[0.005] * 500):
+        clock[0] += 0.010 + idle
+        pace.collected(Step("a", idle), more=True)
+        assert pace.spare_time(step) < 0.001
+    for _ in range(200):
+        clock[0] += 0.010
+        pace.collected(step, more=True)
+    assert pace.spare_time(step) == pytest.approx(before, abs=1e-3)
+
+
 def test_a_delay_does_not_become_the_expectation(clock: list[float]) -> None:
     """If waiting has made the device idle, the next wait is not longer for it."""
     pace, step = Pace(), Step("a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -23,6 +24,7 @@ from faircopy.drafters.base import Drafter, NoDrafter
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
+from faircopy.layout.pool import PagePool
 from faircopy.meter import Meter
 from faircopy.model import loader
 from faircopy.model.base import Model
@@ -32,6 +34,7 @@ from faircopy.model.weights import Source, decoder_spec
 from faircopy.replay import passes as graphs
 from faircopy.replay import runner
 from faircopy.replay.steps import ROWS
+from faircopy.testing.simulated_device import FreeModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests import zoo
 
@@ -439,6 +442,22 @@ def test_transformers_backend_in_captured_steps(drafter: str | None, k: int) -> 
         assert starts
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_stock_modules_are_given_long_ids_and_positions(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers documents them: modules may use them as an index or make one-hot vectors of them."""
+    model, kinds = stock_model(), set()
+    call = model._call
+
+    def watched(*args: torch.Tensor) -> torch.Tensor:
+        kinds.update(x.dtype for x in args)
+        return call(*args)
+
+    monkeypatch.setattr(model, "_call", watched)
+    engine = build((model, model), None, k=0, graphs=captured)
+    finish(engine, ask(engine, SamplingParams(max_tokens=2)))
+    assert kinds == {torch.int64}
+
+
 MIXED = [
     SamplingParams(max_tokens=17, temperature=0.8, top_p=0.9, seed=1),
     SamplingParams(max_tokens=17, temperature=1.1, top_k=5, repetition_penalty=1.3, seed=2),
@@ -660,3 +679,70 @@ def test_a_warm_up_counts_nothing(pair) -> None:  # type: ignore[no-untyped-def]
     engine.warm_up()
     assert engine.meter.snapshot() == Meter().snapshot() and not engine.busy and not engine.tables.held()
     assert engine.add(Request((5, 6), SamplingParams(max_tokens=1))).id == 1
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_a_warm_up_teaches_the_planner_costs_alone(pair, monkeypatch, drafter: str) -> None:  # type: ignore[no-untyped-def]
+    """Its text takes an eager step and captured ones."""
+    engine, kinds, record = build(pair, drafter, k=3, auto=True), [], Engine._record
+    monkeypatch.setattr(
+        Engine, "_record", lambda self, step, outputs: (kinds.append(step.captured), record(self, step, outputs))
+    )
+    before = learned(engine)
+    engine.warm_up()
+    assert learned(engine) == before and engine.draft_lengths.history is None
+    assert kinds[0] is False and kinds[-1] is True
+
+
+def learned(engine: Engine) -> bytes:
+    """What an engine's planner knows besides costs."""
+    return pickle.dumps({name: value for name, value in vars(engine.draft_lengths).items() if name != "costs"})
+
+
+class OnlyKnownPrompts(NgramDrafter):
+    """A user's drafter, which drafts on the host."""
+
+    def propose(self, batch: Batch) -> Draft:
+        assert all(list(seq.prompt) in PROMPTS for seq in batch.seqs), "a request that nobody made"
+        return super().propose(batch)
+
+    def capture(self, num_slots: int) -> None:
+        return None
+
+
+def test_a_warm_up_asks_no_drafter_of_a_user(pair, plain) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, OnlyKnownPrompts(), k=2)
+    engine.warm_up()
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+
+
+def test_a_warm_up_that_fails_leaves_no_request(pair, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    engine = build(pair, None, k=0)
+    meter = engine.meter
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+        patched.setattr(engine.target, "start", raising(RuntimeError("out of memory")))
+        engine.warm_up()
+    assert not engine.busy and not engine.tables.held() and engine.meter is meter
+    engine.warm_up()
+
+
+def raising(error: Exception) -> Any:
+    def fails(*args: Any) -> None:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(("page", "tokens"), [(1, 1), (1, 2), (2, 2), (1, 3), (16, 16)])
+def test_a_warm_up_needs_no_more_memory_than_requests(page: int, tokens: int) -> None:
+    engine = build_engine(FreeModel(16, 64), config=EngineConfig(k=0, page=page, cache_memory="1MiB"), suite=TWINS)
+    engine.tables.pool = PagePool(tokens // page)
+    engine.warm_up()
+    assert not engine.busy and not engine.tables.held()
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 4])
+def test_a_warm_up_keeps_to_the_context(context: int) -> None:
+    engine = build_engine(FreeModel(16, context), config=EngineConfig(k=0, cache_memory="1MiB"), suite=TWINS)
+    engine.warm_up()
+    assert not engine.busy and not engine.tables.held()

@@ -233,9 +233,10 @@ class PagedLayout:
         shortest = min(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
         blocks = -(-grid.shape[1] * self.tables.page // shortest)
         sent = torch.from_numpy(grid).to(self.device)
-        line_bytes = max(layer.head_dim for layer in self.layers) * self.itemsize
+        dim = max(layer.head_dim for layer in self.layers)
         plans = {
-            group: plan_pages(lanes, group, sent, self.tables.page, blocks, line_bytes) for _, group in self._kinds
+            group: plan_pages(lanes, group, sent, self.tables.page, blocks, dim, self.itemsize)
+            for _, group in self._kinds
         }
         return {(window, group): plans[group] for window, group in self._kinds}
 

@@ -107,7 +107,8 @@ class TransformersModel:
         tapped = contextlib.nullcontext() if taps is None else tapping(self._model, taps)
         with self._one_at_a_time, _running(_Step(packed, cache, self._layers)), self._mode or _NOTHING, tapped:
             # captured steps have -1 where a drafter found no node: the row is computed and ignored
-            logits = self._call(packed.ids.clamp(min=0), packed.positions, packed.wanted)
+            ids, positions = packed.ids.clamp(min=0).long(), packed.positions.long()  # kernels have them in 32 bits
+            logits = self._call(ids, positions, packed.wanted)
         if taps is not None:
             taps.states = {layer: states[0] for layer, states in taps.states.items()}
         return logits

@@ -162,8 +162,11 @@ class _PassGraph:
         self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any
     ) -> None:
         self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
-        line_bytes = max(shape.head_dim for shape in layout.layers) * layout.itemsize
-        self._heights = {shape.group: chain_height(shape.group, line_bytes, model.device) for shape in layout.layers}
+        dim = max(shape.head_dim for shape in layout.layers)
+        self._heights = {
+            shape.group: chain_height(shape.group, dim, layout.itemsize, tables.page, model.device)
+            for shape in layout.layers
+        }
         self._inputs = _Inputs(list(self._fields()), model.device)
         self._packed = self._pack()
         self._write(RowList(), [])

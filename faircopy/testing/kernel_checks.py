@@ -297,7 +297,7 @@ def _paged_scene(
         for pool in pools:
             pool[behind.to(device)] = 1e4
     blocks = -(-width * page // pages.block_length(dim))
-    plan = pages.plan_pages(lanes, group, tables.to(device), page, blocks, dim * 2)
+    plan = pages.plan_pages(lanes, group, tables.to(device), page, blocks, dim)
     q = _random(device, len(positions), kv * group, dim, dtype=dtype)
     where = torch.tensor(positions, dtype=torch.int32, device=device)
     return {"q": q, "keys": pools[0], "values": pools[1], "positions": where, "plan": plan}

@@ -26,7 +26,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
-from faircopy.kernels.gpu.pages import END, GRAPH_ROWS, HOPPER_TOKENS, SPAN, PagePlan, block_length
+from faircopy.kernels.gpu.pages import (
+    END,
+    GRAPH_ROWS,
+    HOPPER_DIMS,
+    HOPPER_PAGES,
+    HOPPER_TOKENS,
+    SPAN,
+    PagePlan,
+    block_length,
+)
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
@@ -499,7 +508,7 @@ def _flash(
 def fits(keys: Tensor, plan: PagePlan, group: int) -> bool:
     """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
     chains = plan.tails is None and plan.bases is None
-    sizes = keys.element_size() == 2 and keys.shape[2] in (64, 128) and plan.page in (16, 32, 64, 128)
+    sizes = keys.element_size() == 2 and keys.shape[2] in HOPPER_DIMS and plan.page in HOPPER_PAGES
     return hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
 
 

@@ -20,6 +20,7 @@ from faircopy.kernels.gpu.launch import hopper, power
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
+HOPPER_DIMS, HOPPER_PAGES = (64, 128), (16, 32, 64, 128)  # heads of 16-bit numbers and pages that it copies
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
@@ -56,11 +57,12 @@ class PagePlan:
 
 
 def plan_pages(
-    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, line_bytes: int = 0
+    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, dim: int = 0, itemsize: int = 2
 ) -> PagePlan:
-    """Cut lanes into tiles of equal height, tails apart from the others. line_bytes: of a query head, at most."""
+    """Cut lanes into tiles of equal height, tails apart from the others. dim: numbers of a query head, at most."""
     tails = [lane for lane in lanes if len(lane.path)]
-    most = tile_height(group, line_bytes) if tails else chain_height(group, line_bytes, tables.device)
+    height = chain_height(group, dim, itemsize, page, tables.device)
+    most = tile_height(group, dim * itemsize) if tails else height
     chains = [lane for lane in lanes if not len(lane.path)]
     many = not tails and sum(len(lane.rows) for lane in chains) > GRAPH_ROWS
     plan = _cut(chains, most, tables, page, blocks, most if many else 1)
@@ -95,11 +97,11 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
     return power(tokens // group + 1) // 2 or 1
 
 
-def chain_height(group: int, line_bytes: int, device: torch.device) -> int:
+def chain_height(group: int, dim: int, itemsize: int, page: int, device: torch.device) -> int:
     """Rows of a tile at most where there are no trees."""
-    if hopper(device) and line_bytes in (128, 256):
+    if hopper(device) and itemsize == 2 and dim in HOPPER_DIMS and page in HOPPER_PAGES:
         return tile_height(group) * HOPPER_TOKENS // TOKENS
-    return tile_height(group, line_bytes)
+    return tile_height(group, dim * itemsize)
 
 
 def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
