@@ -34,10 +34,11 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 
 def a_small_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
-    """Passes of more than 24 rows are not captured."""
+    """Passes of more than 24 rows, or with logits of more than 4, are not captured."""
     monkeypatch.setattr("faircopy.layout.paged.cache_dtype", lambda *about: HALF)  # as on a GPU
     monkeypatch.setattr(passes, "ROWS", (16, 24))
     monkeypatch.setattr(passes, "LARGER", (40,))
+    monkeypatch.setattr(passes, "WANTED", 4)
     for module in (flash, pages):
         monkeypatch.setattr(module, "GRAPH_ROWS", 24)
     config = EngineConfig(k=0, max_batch=1, cache_memory="4MiB", **options)
@@ -53,7 +54,7 @@ def test_no_request_needs_a_new_variant(
     engine.target.passes.rehearse()  # the launches of a warm-up
     engine.captured.rehearse([])
     known = set(variants)
-    plain, asking = SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(
+    plain, asking = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1), SamplingParams(
         max_tokens=3, ignore_eos=True, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=1,
         logprobs=2, logit_bias={7: 1.0},
     )  # fmt: skip

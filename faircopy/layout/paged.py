@@ -110,14 +110,18 @@ class PagedLayout:
             self._nodes[seq] = live.stop
         return listed
 
-    def place(self, listed: RowList, batch: Batch) -> Packed:
-        """The same rows on the device, with the plans for attention."""
+    def place(self, listed: RowList, batch: Batch, like_graphs: bool = False) -> Packed:
+        """The same rows on the device, with the plans for attention. like_graphs: see plan_pages."""
         kind = torch.int64 if self.suite is None else torch.int32  # as in graphs: kernels are compiled for one of them
+        if self.suite is None:
+            plans = self._plans(listed.lanes, len(listed.ids))
+        else:
+            plans = self._page_plans(listed.pages, batch, like_graphs)
         return Packed(
             torch.tensor(listed.ids, dtype=kind, device=self.device),
             torch.tensor(listed.positions, dtype=kind, device=self.device),
             torch.from_numpy(np.concatenate(listed.slots)).to(self.device),
-            self._plans(listed.lanes, len(listed.ids)) if self.suite is None else self._page_plans(listed.pages, batch),
+            plans,
             torch.tensor(listed.wanted, dtype=torch.int64, device=self.device),
             listed.fed,
             listed.nodes,
@@ -221,7 +225,7 @@ class PagedLayout:
             for window, group in self._kinds
         }
 
-    def _page_plans(self, lanes: list[PageLane], batch: Batch) -> dict[tuple[int, int], Any]:
+    def _page_plans(self, lanes: list[PageLane], batch: Batch, like_graphs: bool) -> dict[tuple[int, int], Any]:
         from faircopy.kernels.gpu.pages import block_length, plan_pages
 
         if not self.layers:  # some draft heads only read
@@ -235,7 +239,7 @@ class PagedLayout:
         sent = torch.from_numpy(grid).to(self.device)
         dim = max(layer.head_dim for layer in self.layers)
         plans = {
-            group: plan_pages(lanes, group, sent, self.tables.page, blocks, dim, self.itemsize)
+            group: plan_pages(lanes, group, sent, self.tables.page, blocks, dim, self.itemsize, like_graphs)
             for _, group in self._kinds
         }
         return {(window, group): plans[group] for window, group in self._kinds}

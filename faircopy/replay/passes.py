@@ -61,7 +61,7 @@ class CapturedPasses:
         size = self._size(listed, batch)
         if size is not None:
             return self._graph(size).run(listed, batch)
-        packed, taps = self._layout.place(listed, batch), Taps(self._wants)
+        packed, taps = self._layout.place(listed, batch, like_graphs=True), Taps(self._wants)
         return packed, self._model.forward(packed, self._layout, *([taps] if self._wants else [])), taps.states
 
     def warm(self) -> None:

@@ -24,7 +24,7 @@ HOPPER_DIMS, HOPPER_PAGES = (64, 128), (16, 32, 64, 128)  # heads of 16-bit numb
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
-GRAPH_ROWS = 1024  # passes of more rows are launched kernel by kernel, with one kind of tile: it is compiled ahead
+GRAPH_ROWS = 1024  # passes of more rows are launched kernel by kernel
 SPAN = 512  # keys whose results are merged with those of other spans: part of the numbers' definition
 
 
@@ -57,15 +57,18 @@ class PagePlan:
 
 
 def plan_pages(
-    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, dim: int = 0, itemsize: int = 2
-) -> PagePlan:
-    """Cut lanes into tiles of equal height, tails apart from the others. dim: numbers of a query head, at most."""
+    lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, dim: int = 0, itemsize: int = 2,
+    like_graphs: bool = False,
+) -> PagePlan:  # fmt: skip
+    """Cut lanes into tiles of equal height, tails apart from the others. dim: numbers of a query head, at most.
+
+    like_graphs: chains have the tiles that graphs of passes have, whose kernels are compiled ahead.
+    """
     tails = [lane for lane in lanes if len(lane.path)]
     height = chain_height(group, dim, itemsize, page, tables.device)
     most = tile_height(group, dim * itemsize) if tails else height
     chains = [lane for lane in lanes if not len(lane.path)]
-    many = not tails and sum(len(lane.rows) for lane in chains) > GRAPH_ROWS
-    plan = _cut(chains, most, tables, page, blocks, most if many else 1)
+    plan = _cut(chains, most, tables, page, blocks, most if like_graphs and not tails else 1)
     return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
 
 
