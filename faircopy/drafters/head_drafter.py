@@ -164,13 +164,7 @@ class HeadDrafter(Drafter):
 
     def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
         """Rows over the head's own cache, or another of its kind."""
-        scale, layout = self._head.config.shape.head_dim**-0.5, layout or self._layout
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
-
-        return Rows(packed.positions, attend, *((packed, layout) if layout.suite is not None else ()))
+        return rows_over(layout or self._layout, packed, self._head.config.shape.head_dim)
 
     def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
         """Sampled requests get a chain: the noise picks one token at every place."""
@@ -232,6 +226,16 @@ class _GrowingTree:
     seq: Sequence
     tree: Tree
     sources: list[Tensor] = field(default_factory=list)  # of a chain, per level
+
+
+def rows_over(layout: PagedLayout, packed: Packed, head_dim: int) -> Rows:
+    """Packed rows of a head over a cache of pages."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return layout.attend(packed, layer, q, k, v, head_dim**-0.5).transpose(0, 1)[None]
+
+    return Rows(packed.positions, attend, *((packed, layout) if layout.suite is not None else ()))
 
 
 def _expanded(trees: list[Tree]) -> Draft:
