@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import laws as laws_benchmark
 from faircopy import LLM, CheckpointError, ConfigError, bundled, cli
 from faircopy.config import EngineConfig
 from faircopy.costs import Curve
@@ -282,3 +284,12 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
     for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan"):
         assert call(monkeypatch, *run, *wrong.split()) == 2
         assert wrong.split()[0] in capsys.readouterr().err
+
+
+def test_parts_of_a_grid_hold_each_point_once_and_cost_about_the_same() -> None:
+    points = grid(1 << 18, 7, [1, 2, 4, 3, 6], [1 << 21, 1 << 23], range(3))
+    parts = [laws_benchmark.part_of(points, part, 3) for part in (1, 2, 3)]
+    assert sorted(map(str, chain(*parts))) == sorted(map(str, points))
+    costs = [sum(map(laws_benchmark._cost, part)) for part in parts]
+    assert max(costs) < 1.05 * min(costs)
+    assert max(points, key=laws_benchmark._cost) in parts[0]
