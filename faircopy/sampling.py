@@ -17,7 +17,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.filters import Filter, exclude
-from faircopy.kernels.gumbel import BROKEN, gumbel_argmax
+from faircopy.kernels.gumbel import BROKEN, gumbel_argmax, with_noise
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
 MOST_ON_DEVICE = 20  # log probabilities of a row that a GPU finds by itself
@@ -72,6 +72,21 @@ def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         keys = torch.tensor([rng.signed(row.key) for row in drawing], device=scores.device)
         chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
     return chosen
+
+
+def noisy(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """Adjusted scores; of rows that draw, filtered, over the temperature and with noise: the best is what they draw.
+
+    Minus infinity excludes a token.
+    """
+    scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
+    drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if not drawn:
+        return scores
+    drawing = [rows[i] for i in drawn]
+    keys = torch.tensor([rng.signed(row.key) for row in drawing], device=scores.device)
+    found = with_noise(filtered(scores[drawn], drawing), keys)
+    return found if len(drawn) == len(rows) else scores.index_copy(0, torch.tensor(drawn, device=scores.device), found)
 
 
 def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filter]]:

@@ -12,12 +12,11 @@ from faircopy.drafters.base import Drafter, certain
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
-from faircopy.kernels.gumbel import BROKEN
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
 from faircopy.model.trial import CachedRows, scene
-from faircopy.sampling import SamplingRow, adjusted, choose, probabilities
+from faircopy.sampling import SamplingRow, noisy, probabilities
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -167,8 +166,8 @@ class HeadDrafter(Drafter):
         return rows_over(layout or self._layout, packed, self._head.config.shape.head_dim)
 
     def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
-        """Sampled requests get a chain: the noise picks one token at every place."""
-        return self._head.tree(max_nodes) if seq.params.greedy else Tree(max_nodes)
+        """With rejection sampling sampled requests get a chain, each token of which is drawn."""
+        return Tree(max_nodes) if self._sampled and not seq.params.greedy else self._head.tree(max_nodes)
 
     def _grow(self, growing: list[_GrowingTree], memory: Tensor) -> None:
         """Level by level, all sequences together."""
@@ -249,15 +248,9 @@ def _expanded(trees: list[Tree]) -> Draft:
 
 
 def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
-    """The best tokens of each row, or the one that the request's noise picks."""
-    scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
-    values, ids = torch.log_softmax(scores, -1).topk(min(OFFERED, logits.shape[-1]))
-    offers = [
+    """The best tokens of each row, of a sampled request with its noise: the first is the one that it draws."""
+    values, ids = torch.log_softmax(noisy(logits, rows), -1).topk(min(OFFERED, logits.shape[-1]))
+    return [
         [(token, value) for token, value in zip(*both, strict=True) if value > -torch.inf]
         for both in zip(ids.tolist(), values.tolist(), strict=True)
     ]
-    drawn = [n for n, row in enumerate(rows) if not row.seq.params.greedy]
-    if drawn:
-        for n, token in zip(drawn, choose(logits[drawn], [rows[n] for n in drawn]), strict=True):
-            offers[n] = [(token, 0.0)] if token != BROKEN else []
-    return offers
