@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from faircopy import LLM, CheckpointError, ConfigError, bundled, cli
+from faircopy.answers import Answer, Completion
 from faircopy.config import EngineConfig
 from faircopy.costs import Curve
 from faircopy.draft_length import BatchLength
@@ -24,6 +26,8 @@ from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
 from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
+from faircopy.laws.plan import GridPlan
+from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
 from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
 from faircopy.laws.run import GridRun
@@ -203,6 +207,43 @@ def test_a_cut_line_is_left_out_and_a_foreign_file_refused(tmp_path: Path) -> No
     file.write_text('{"name": 3}\n')
     with pytest.raises(CheckpointError, match="laws run"):
         read_results([file])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": 0},
+        {"tokens": math.inf},
+        {"tokens": "many"},
+        {"layers": 0},
+        {"measures": []},
+        {"measures": {MAIN: {"tokens": [1]}}},
+        {"measures": {MAIN: {"tokens": [1], "cycles": [1, 1]}}},
+        {"measures": {MAIN: {"tokens": [0], "cycles": [0]}}},
+    ],
+    ids=str,
+)
+def test_a_result_that_no_law_can_be_fitted_to_is_refused_by_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    file = tmp_path / "results.jsonl"
+    for result in results_of(LOG, POINTS[:2]):
+        append_result(file, result)
+    append_result(file, replace(result, **wrong))
+    with pytest.raises(CheckpointError, match=r"results\.jsonl:3.*laws run"):
+        read_results([file])
+
+
+def test_texts_that_end_before_a_draft_does_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., str]
+) -> None:
+    """A would be 0 however good a head is."""
+    monkeypatch.setattr(LLM, "generate", lambda llm, prompts, params: [Answer(p, p, [short]) for p in prompts])
+    monkeypatch.setattr(LLM, "encode", lambda llm, text: [1, 2, 3])
+    short = Completion("", [5] * 7, "stop", 0, 0, 1, 0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    plan = GridPlan(target=checkpoint("llama"), data=[], prompts=[prompts], out=tmp_path, seconds=1.0, device="cpu")
+    with pytest.raises(ConfigError, match=r"--prompts.*7 tokens or fewer"):
+        written_texts(plan)
 
 
 def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> None:

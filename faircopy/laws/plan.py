@@ -19,7 +19,7 @@ from faircopy.laws.acceptance import HeldOutTexts, held_out_texts
 from faircopy.laws.points import CHAIN, Point, Result, grid
 from faircopy.laws.run import GridRun
 from faircopy.laws.states import CachedText
-from faircopy.llm import LLM
+from faircopy.llm import LLM, Answer
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
 from faircopy.model.transformers_backend import context_length
 from faircopy.train.corpus import Answering, corpus, read_documents
@@ -146,12 +146,20 @@ def _written(plan: GridPlan) -> list[tuple[list[list[int]], list[list[int]], flo
     for temperature in TEMPERATURES:
         params = [SamplingParams(max_tokens=plan.new, temperature=temperature, seed=n) for n in range(len(asked))]
         answers = llm.generate(asked, params)
+        _refuse_short(plan, answers)
         found.append((asked, [a.prompt_token_ids + a.token_ids for a in answers], temperature))
     del llm
     gc.collect()  # the engine's pages make room for the states
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found
+
+
+def _refuse_short(plan: GridPlan, answers: Sequence[Answer]) -> None:
+    """Texts that end before a draft does measure nothing."""
+    if max(len(answer.token_ids) for answer in answers) <= CHAIN:
+        problem = f"the target writes {CHAIN} tokens or fewer behind each of them"
+        raise ConfigError("--prompts", [str(file) for file in plan.prompts], problem, "pass others, or use --chat")
 
 
 def _held_out(
