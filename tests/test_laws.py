@@ -256,6 +256,32 @@ def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> Non
         laws_report.report([*known, replace(known[0], measures=fewer)], MAIN)
 
 
+def test_files_of_two_grids_are_not_one_law() -> None:
+    known = [replace(result, settings={"lr": 1e-3}) for result in results_of(LOG, POINTS)]
+    assert laws_report.one_target(known) == known
+    for results, problem in (
+        ([], "no results"),
+        ([*known, known[3]], "more than once"),
+        ([*known, replace(known[3], seed=9, settings={"lr": 2e-3})], "lr = 0.001 and 0.002"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            laws_report.one_target(results)
+    with pytest.raises(ConfigError, match="no measure that every head has"):
+        laws_report.measures_of([*known, replace(known[3], seed=9, measures={})])
+    with pytest.raises(ConfigError, match="no heads of one layer"):
+        laws_report.report([result for result in known if result.layers > 1], MAIN)
+
+
+def test_a_depth_is_not_predicted_from_one_layer() -> None:
+    results = results_of(LOG, [*POINTS[:8], Point(1 << 20, 4)])
+    assert {check.point.layers for check in laws_report.report(results, MAIN).checks} == {1}
+
+
+def test_a_fit_of_few_points_is_json() -> None:
+    entry = laws_report.as_json(laws_report.report(results_of(LOG, POINTS[:4]), MAIN))
+    assert json.loads(json.dumps(entry, allow_nan=False))["one layer"]["power"]["aic"] is None
+
+
 def test_a_head_without_an_accepted_token_says_nothing_of_smaller_trees() -> None:
     results = results_of(LOG, POINTS[:3])
     nothing = {name: {"tokens": [0], "cycles": [9]} for name in (MAIN, "tree 4, T=0")}
