@@ -29,7 +29,7 @@ from faircopy.laws.fit import Law
 from faircopy.laws.plan import GridPlan
 from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
-from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
+from faircopy.laws.predict import Costs, parse_time, predict, training_seconds, tree_shares
 from faircopy.laws.run import GridRun
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
@@ -174,6 +174,20 @@ def test_predictions_weigh_what_a_head_costs() -> None:
     assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
 
 
+def test_the_second_stage_is_part_of_the_budget(tmp_path: Path) -> None:
+    """Training takes 1e-6 seconds a token and layer here, and T counts the first stage's tokens alone."""
+    results = [replace(result, answers=1 << 20) for result in results_of(LOG, POINTS)]
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"rows": [{"layers": 1, "rows": rows, "ms": 1e-6 * rows} for rows in (8, 1)]}))
+    known, _ = costs_for(Serving(bundled.target(), 64, (1,), "h200", times=times), results)
+    assert known.answers == 1 << 20 and known.level[1](4) == pytest.approx(4e-9)
+    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
+    given = replace(costs(1e-9), answers=1 << 20)
+    assert predict(fits, shares, given, 1, 8.0, True).candidates[0].point.tokens == 8_000_000 - (1 << 20)
+    instant = [replace(result, train_seconds=0.0) for result in results]
+    assert training_seconds(instant)(1) > 0
+
+
 def test_no_more_tokens_are_accepted_than_drafted() -> None:
     fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
     best = predict(fits, {2: 0.9}, costs(1e-9), 1, 1e6, True).best
@@ -288,7 +302,11 @@ def test_a_head_without_an_accepted_token_says_nothing_of_smaller_trees() -> Non
     assert tree_shares([*results, replace(results[0], measures=nothing)]) == tree_shares(results)
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', '{"rows": [{"x": 1}]}', "nothing"])
+NO_PASSES = '{"rows": [{"target": [], "draft": [], "stepped": false, "steps": [], "layers": 1, "rows": 1, "ms": -1}]}'
+NO_ROWS = '{"rows": [{"layers": 1, "rows": 0, "ms": 1.0}]}'
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', '{"rows": [{"x": 1}]}', "nothing", NO_PASSES, NO_ROWS])
 def test_files_of_costs_and_times_that_cannot_be_used_are_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)
