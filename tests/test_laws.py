@@ -26,7 +26,7 @@ from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
 from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
-from faircopy.laws.plan import GridPlan
+from faircopy.laws.plan import GridPlan, name_of
 from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
 from faircopy.laws.predict import Costs, parse_time, predict, training_seconds, tree_shares
@@ -128,6 +128,11 @@ def results_of(law: Law, points: list[Point], noise: float = 0.02, target: str =
 POINTS = grid(1 << 18, 7, (1, 2, 4, 3, 6), (1 << 20, 1 << 23), range(3))
 LOG = Law("log", 1.5, 0.3, 0.5)
 POWER = Law("power", 4.0, 2.0, 0.3, exponent=0.4)
+
+
+def test_a_target_in_the_present_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name_of(".") == tmp_path.name == name_of(str(tmp_path)) and name_of("Qwen/Qwen3-8B") == "Qwen3-8B"
 
 
 def test_a_grid_begins_with_the_text_then_depths_then_seeds() -> None:
@@ -364,6 +369,6 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
         assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
     assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
     assert "results are of bundled" in capsys.readouterr().err
-    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan"):
+    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan", "--smallest 200"):
         assert call(monkeypatch, *run, *wrong.split()) == 2
         assert wrong.split()[0] in capsys.readouterr().err

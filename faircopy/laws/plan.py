@@ -63,9 +63,10 @@ class GridPlan:
         self._check_context()
         if not self.depths or min(self.depths) < 1:
             raise ConfigError("--layers", list(self.depths), "not numbers of layers", "use 1 or more")
-        if self.smallest < self.rows * self.length:
-            problem = f"less than one batch of {self.rows} x {self.length}"
-            raise ConfigError("--smallest", self.smallest, problem, "raise it, or lower --rows")
+        batch = self.rows * self.length
+        if self.smallest % batch:  # T would not be what a head reads
+            problem, whole = f"no whole batches of {self.rows} x {self.length}", max(1, self.smallest // batch) * batch
+            raise ConfigError("--smallest", self.smallest, problem, f"use {whole}, or lower --rows")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,7 +106,7 @@ def run_plan(plan: GridPlan, tell: Callable[[str], None] = print) -> list[Result
 
 def name_of(target: str) -> str:
     """A target's name in results: its folder's, or "bundled"."""
-    return "bundled" if target == bundled.target() else Path(target).name
+    return "bundled" if target == bundled.target() else Path(target).absolute().name
 
 
 def points_of(plan: GridPlan, tokens: int) -> list[Point]:
