@@ -153,6 +153,26 @@ def test_a_slow_answer_is_hedged() -> None:
     assert asyncio.run(run()) == [b"from 1"] and len(asked) == 2 and sorted(closed) == [0, 1]
 
 
+def test_a_hedge_that_is_refused_costs_nothing() -> None:
+    """The first replica is slow, not lost: its answer is waited for."""
+    refused, asked = asyncio.Event(), []
+
+    async def send(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        asked.append(body)
+        if len(asked) == 2:
+            refused.set()
+            raise relay.ReplicaLost("busy")
+        await refused.wait()
+        for _ in range(20):  # turns of the event loop, in which the refusal is noticed
+            await asyncio.sleep(0)
+        yield b"from 0"
+
+    async def run() -> list[bytes]:
+        return [piece async for piece in relay.hedged({"prompt": "x"}, send, 0.0)]
+
+    assert asyncio.run(run()) == [b"from 0"] and len(asked) == 2
+
+
 def test_an_application_is_called_without_a_network() -> None:
     """As a replica calls it: keys are asked for, a stream comes as it is written, and leaving frees the pages."""
     from faircopy.ray.asgi import Head, call

@@ -104,7 +104,10 @@ async def retried(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 async def hedged(body: Json, send: Send, seconds: float) -> AsyncGenerator[bytes]:
-    """One replica's answer; if its first bytes take too long, another one's if those come earlier."""
+    """One replica's answer; if its first bytes take too long, another one's if those come earlier.
+
+    A second replica that refuses or dies leaves the first one's answer to come.
+    """
     streams = [send(body)]
     firsts = [asyncio.ensure_future(anext(streams[0]))]
     try:
@@ -112,14 +115,24 @@ async def hedged(body: Json, send: Send, seconds: float) -> AsyncGenerator[bytes
         if not done:
             streams.append(send(body))
             firsts.append(asyncio.ensure_future(anext(streams[1])))
-            done, _ = await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
-        winner = next(place for place, first in enumerate(firsts) if first in done)
+        winner = await _winner(firsts)
         await _end(firsts, streams, but=winner)
         yield firsts[winner].result()
         async for piece in streams[winner]:
             yield piece
     finally:
         await _end(firsts, streams)
+
+
+async def _winner(firsts: list[asyncio.Task[bytes]]) -> int:
+    """The place of the first one that brings something; if none does, of the first one."""
+    coming = set(firsts)
+    while coming:
+        done, coming = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        for place, first in enumerate(firsts):
+            if first in done and first.exception() is None:
+                return place
+    return 0
 
 
 async def _end(firsts: list[asyncio.Task[bytes]], streams: list[AsyncGenerator[bytes]], but: int = -1) -> None:
