@@ -130,6 +130,56 @@ def test_a_replica_ends_when_its_engine_does_before_a_client_hears_of_it(monkeyp
     assert not any(b"error" in piece for piece in seen[1:])  # the head comes first, if anything does
 
 
+class Handle:
+    """One replica's answers, as Ray Serve's handle gives them."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica, self.answer = replica, self
+
+    def options(self, stream: bool) -> Handle:
+        return self
+
+    def remote(self, **arguments: Any) -> Handle:
+        self._pieces = self._replica.answer(**arguments)
+        return self
+
+    def __aiter__(self) -> Any:
+        return self._pieces
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_its_replicas_headers(stream: bool) -> None:
+    """Without those of CORS a browser does not show it to the page that asked."""
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from starlette.requests import Request
+
+    from faircopy.ray.asgi import _scope
+    from faircopy.ray.deployment import Ingress, Replica
+    from faircopy.server.settings import ServerConfig
+
+    body = json.dumps({"prompt": [1], "max_tokens": 3, "stream": stream}).encode()
+    asked = _scope("POST", "/v1/completions", [(b"content-type", b"application/json"), (b"origin", b"https://a.page")])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def run() -> Any:
+        llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB")
+        replica = Replica(lambda: llm, ServerConfig(cors=("https://a.page",)))
+        answer = await Ingress(Handle(replica))(Request(asked, receive))
+        if stream:
+            assert [piece async for piece in answer.body_iterator][-1] == b"data: [DONE]\n\n"
+        await replica._service.stop()
+        return answer.headers
+
+    headers = asyncio.run(run())
+    assert headers["access-control-allow-origin"] == "https://a.page" and headers["x-request-id"]
+    assert headers["content-type"].startswith("text/event-stream" if stream else "application/json")
+
+
 def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.deployment import _joined

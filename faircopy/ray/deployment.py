@@ -156,23 +156,26 @@ class Ingress:
         try:
             if body is None:
                 return await self._pass(request.method, request.url.path, headers, content)
-            send = self._sender(request.url.path, headers)
+            heads: list[Head] = []  # of the replicas that answered
+            send = self._sender(request.url.path, headers, heads)
             if not body.get("stream"):
-                return Response(await relay.whole(body, send), media_type="application/json")
+                return _response(await relay.whole(body, send), heads[-1])
             events = relay.stream(body, send)
             first = await anext(events)  # now it is known that it is not refused
-            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+            return StreamingResponse(_joined(first, events), headers=_kept(heads[-1]))
         except Refused as refused:
             return refused.response()
         except relay.ReplicaLost:
             return _response(LOST, Head(503, [(b"content-type", b"application/json"), (b"retry-after", b"5")]))
 
-    def _sender(self, path: str, headers: Headers) -> relay.Send:
-        send = partial(self._send, "POST", path, headers)
+    def _sender(self, path: str, headers: Headers, heads: list[Head]) -> relay.Send:
+        send = partial(self._send, "POST", path, headers, heads)
         return send if self._hedge is None else lambda body: relay.hedged(body, send, self._hedge or 0.0)
 
-    async def _send(self, method: str, path: str, headers: Headers, body: Json) -> AsyncGenerator[bytes]:
-        """One replica's answer, which must be 200."""
+    async def _send(
+        self, method: str, path: str, headers: Headers, heads: list[Head], body: Json
+    ) -> AsyncGenerator[bytes]:
+        """One replica's answer, which must be 200; its head is added to heads."""
         async with aclosing(self._pieces(method, path, headers, body)) as pieces:
             head = await anext(pieces)
             if head.status in BUSY and body.get("continued"):
@@ -180,6 +183,7 @@ class Ingress:
                 raise relay.ReplicaLost(f"a replica refused with {head.status}")
             if head.status != 200:
                 raise Refused(head, b"".join([piece async for piece in pieces]))
+            heads.append(head)
             async for piece in pieces:
                 yield piece
 
@@ -287,5 +291,9 @@ async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[b
 
 
 def _response(body: bytes, head: Any) -> Response:
-    kept = {n.decode(): v.decode() for n, v in head.headers if n.lower() not in CONNECTION_HEADERS}
-    return Response(body, head.status, headers=kept)
+    return Response(body, head.status, headers=_kept(head))
+
+
+def _kept(head: Any) -> dict[str, str]:
+    """A replica's headers that are the client's too: its request's number, and which pages may read the answer."""
+    return {n.decode(): v.decode() for n, v in head.headers if n.lower() not in CONNECTION_HEADERS}
