@@ -122,6 +122,14 @@ def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Pa
     assert run(requests, out).exit_code == 0 and len(read(out)) == 64  # nothing is left to do
 
 
+def test_requests_that_come_while_a_run_works_are_left_to_the_next_one(tmp_path: Path) -> None:
+    lines = stories(3, 4)
+    requests = write(tmp_path / "in.jsonl", lines[:2])
+    file = BatchFile(requests, tmp_path / "out.jsonl")
+    write(requests, lines)
+    assert [line["custom_id"] for line in file.missing()] == ["r0", "r1"] and file.total == 2
+
+
 def texts(answers: list[dict[str, Any]]) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
 

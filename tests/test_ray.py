@@ -196,6 +196,34 @@ def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
     assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "overloaded_error" and done == b"data: [DONE]"
 
 
+@pytest.mark.parametrize(("known", "wanted"), [({"GPU": 8.0}, {"num_gpus": 4, "num_cpus": 0}), ({}, {"num_cpus": 1})])
+def test_an_engine_of_a_batch_has_a_device_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: dict[str, float], wanted: dict[str, int]
+) -> None:
+    pytest.importorskip("ray.data", reason="faircopy[ray] is not installed")
+    from faircopy.ray import batch
+
+    given: dict[str, Any] = {}
+
+    class Lines:
+        def map_batches(self, kind: type, **options: Any) -> Lines:
+            given.update(options)
+            return self
+
+        def iter_rows(self) -> list[dict[str, str]]:
+            return [{"answer": "{}"}]
+
+    monkeypatch.setattr(batch.ray, "init", lambda **options: None)
+    monkeypatch.setattr(batch.ray, "put", lambda value: value)
+    monkeypatch.setattr(batch.ray, "cluster_resources", lambda: known)
+    monkeypatch.setattr(batch.ray.data, "read_text", lambda *args, **options: Lines())
+
+    async def run() -> list[Any]:
+        return [one async for one in batch.answers(tmp_path, frozenset(), LLM, 8, 2, None, devices=4)]
+
+    assert asyncio.run(run()) == [{}] and given.items() >= wanted.items()
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Any]:
     """Deploys two replicas; called again, it replaces them."""
@@ -290,7 +318,7 @@ def test_a_batch_on_several_engines_gives_what_one_gives(fleet: Any, tmp_path: P
 
     lines = [{"custom_id": f"r{n}", "url": "/v1/completions", "body": {**body(n), "max_tokens": 8}} for n in range(12)]
     requests = tmp_path / "in.jsonl"
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests.write_text("\ufeff" + "".join(json.dumps(line) + "\n" for line in lines))
 
     async def run() -> dict[str, str]:
         make = partial(LLM, bundled.target(), drafter_per_request=True, **ENGINE)

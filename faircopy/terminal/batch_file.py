@@ -45,9 +45,9 @@ class BatchFile:
         return len(self._answered)
 
     def missing(self) -> Iterator[Json]:
-        """The requests without an answer, in the order of the file."""
+        """The requests without an answer, in the order of the file; those that came since it was checked are left."""
         for _, line in self._lines():
-            if line["custom_id"] not in self._answered:
+            if line["custom_id"] in self._numbers and line["custom_id"] not in self._answered:
                 yield line
 
     def add(self, answer: Json) -> None:
