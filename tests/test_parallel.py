@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from faircopy import LLM, SamplingParams, build
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
-from faircopy.errors import ConfigError, RankError, UnsupportedModel
+from faircopy.errors import ConfigError, FaircopyError, RankError, UnsupportedModel
 from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
@@ -385,6 +385,31 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(
     assert time.monotonic() - killed[0] < 10
     with pytest.raises(RankError, match="rank = 1"):
         llm.generate(prompts)
+
+
+class HalfGroup(Group):
+    """Rank 0 of two; the other one has died."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.device, self.models, self._failed = 0, 2, CPU, 0, None
+        self.closed: list[bool] = []
+        self.close = lambda: self.closed.append(True)
+
+    def post(self, message: Any) -> None:
+        """Nobody reads it."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise self.fail(1, "its process ended with status 1")
+
+
+def test_a_rank_that_cannot_load_its_share_ends_the_loading(folder: Callable[..., str], tmp_path: Path) -> None:
+    """Not the first request; and if rank 0 is the one, the others do not stay behind it, with their memory."""
+    other, own = HalfGroup(), HalfGroup()
+    with pytest.raises(RankError, match="rank = 1: its process ended with status 1"):
+        Pipeline(other, Load(folder("deep"), torch.float32, True, 1, pipeline=True))
+    with pytest.raises(FaircopyError) as raised:
+        Pipeline(own, Load(str(tmp_path), torch.float32, True, 1, pipeline=True))
+    assert other.closed and own.closed and not isinstance(raised.value, RankError)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
