@@ -5,15 +5,18 @@ The processes are started once and load many models.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
 from subprocess import PIPE
@@ -453,6 +456,23 @@ def test_a_second_interrupt_ends_a_pass_at_once() -> None:
         with pytest.raises(RankError), uninterrupted():
             signal.raise_signal(signal.SIGINT)
             raise RankError("rank", 1, "it has ended", "look")
+
+
+def test_a_second_interrupt_ends_a_wait_for_another_rank() -> None:
+    """Python calls no handler while its main thread waits in gloo, or here in the system's poll."""
+    reader, writer = os.pipe()
+    wait = ctypes.CDLL(None).poll
+    asked = (ctypes.c_int * 2)(reader, select.POLLIN)
+
+    def press_twice() -> None:
+        for _ in range(2):
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    give_up = partial(os.write, writer, b"the ranks end")
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt), uninterrupted(give_up):
+        threading.Thread(target=press_twice).start()
+        assert wait(asked, 1, 10_000) == 1, "it waited for its time instead"
+        raise RankError("rank", 1, "it has ended", "look")
 
 
 @contextmanager
