@@ -94,6 +94,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "The sun", "max_tokens": 20, "seed": 7, "logprobs": 1, "echo": True, "min_tokens": 12}),
     (COMPLETIONS, {"prompt": "A", "seed": 1, "max_tokens": 40, "structured_outputs": {"regex": "[a-z ]{9,30}"}}),
     (CHAT, {"messages": HELLO, "max_tokens": 24, "seed": 2, "repetition_penalty": 1.2}),
+    (CHAT, {"messages": HELLO, "n": 3, "max_tokens": 6, "seed": 2, "logprobs": True}),
     (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 40}),
 ]  # fmt: skip
 
