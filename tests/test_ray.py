@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,28 @@ def test_a_serve_config_is_read_as_the_command_lines_options_are(monkeypatch: py
     assert read_options({"engine": {"target": "t"}, "fleet": {"devices": 2}})[2].devices == 2
     for options, named in (
         ({}, "engine.target"),
+        ({"engine": {"target": "t", "max_bach": 1}}, "max_batch"),
         ({"engine": {"target": "t"}, "server": {"max_qeue": 1}}, "max_queue"),
         ({"engine": {"target": "t"}, "fleet": {"replica": 1}}, "replicas"),
         ({"engin": {}}, "engine"),
     ):
         with pytest.raises(ValueError, match=named):
             read_options(options)
+
+
+def test_the_deployments_that_come_along_are_what_ray_serve_and_we_accept() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="faircopy[ray] is not installed")
+    yaml = pytest.importorskip("yaml")
+    from faircopy.ray.deployment import read_options
+
+    folder = Path(__file__).parents[1] / "deploy" / "ray"
+    cluster = yaml.safe_load((folder / "kuberay.yaml").read_text())
+    for text in ((folder / "serve_config.yaml").read_text(), cluster["spec"]["serveConfigV2"]):
+        (application,) = schema.ServeDeploySchema(**yaml.safe_load(text)).applications
+        module, _, name = application.import_path.partition(":")
+        assert callable(getattr(import_module(module), name))
+        _, _, fleet = read_options(application.args)
+        assert fleet.max_replicas == cluster["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"]
 
 
 def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from faircopy.config import refuse_unknown
+from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.errors import ConfigError
 from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
@@ -256,6 +257,7 @@ def read_options(options: Json) -> tuple[Json, ServerConfig, Fleet]:
     """What a serve_config.yaml says; API keys come from the environment too, as for `faircopy serve`."""
     refuse_unknown("args", options, ("engine", "server", "fleet"))
     engine, server, fleet = (dict(options.get(part) or {}) for part in ("engine", "server", "fleet"))
+    refuse_unknown("engine", engine, {*EngineConfig.__dataclass_fields__, *signature(LLM).parameters} - {"options"})
     refuse_unknown("server", server, ServerConfig.__dataclass_fields__)
     refuse_unknown("fleet", fleet, Fleet.__dataclass_fields__)
     if engine.get("target") is None:
