@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from faircopy.costs import Curve
+from faircopy.costs import SHORTEST, Curve
 from faircopy.drafters.networks.eagle3 import DEPTH
 from faircopy.drafters.trees import OFFERED
 from faircopy.errors import ConfigError
@@ -34,6 +34,7 @@ class Costs:
     target: Seconds
     level: Mapping[int, Curve]  # by layers: seconds of one level by rows
     train: Callable[[int], float]  # seconds per token of training, by layers
+    answers: int = 0  # tokens of the second stage, which T does not count
     sources: list[str] = field(default_factory=list)  # where each of the three comes from
 
 
@@ -96,11 +97,15 @@ def training_seconds(results: Sequence[Result]) -> Callable[[int], float]:
         if result.layers not in longest or result.tokens > longest[result.layers].tokens:
             longest[result.layers] = result
     depths = sorted(longest)
-    times = [longest[layers].train_seconds / (longest[layers].tokens + longest[layers].answers) for layers in depths]
+    times = [_seconds_per_token(longest[layers]) for layers in depths]
     if len(depths) == 1:
         return lambda layers: times[0] * layers / depths[0]
     slope, start = np.polyfit(depths, times, 1)
     return lambda layers: float(max(min(times), start + slope * layers))
+
+
+def _seconds_per_token(result: Result) -> float:
+    return max(SHORTEST, result.train_seconds / (result.tokens + result.answers))
 
 
 def training_operations(shape: ModelShape, layers: int) -> float:
@@ -128,7 +133,7 @@ def parse_time(text: str) -> float:
 
 
 def _point(costs: Costs, layers: int, budget: float) -> Point:
-    return Point(max(1, int(budget / costs.train(layers))), layers)
+    return Point(max(1, int(budget / costs.train(layers)) - costs.answers), layers)
 
 
 def _candidate(
