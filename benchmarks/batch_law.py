@@ -41,8 +41,9 @@ from faircopy.drafters.heads import Head, HeadConfig
 from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.networks.scylla import Scylla
 from faircopy.laws.points import TREE, measure_name, read_results
-from faircopy.laws.predict import draft_seconds, tree_shares
+from faircopy.laws.predict import draft_seconds
 from faircopy.laws.timing import level_ms
+from faircopy.laws.trees import small_trees
 from faircopy.model.base import Model
 from faircopy.model.shape import shape_of_config, shape_of_model
 from faircopy.planner import AutoLength
@@ -132,7 +133,7 @@ def accepted_by_nodes(file: Path) -> Curve:
     """Accepted tokens per cycle over nodes, of the best head with one layer; a line between those measured."""
     results = [result for result in read_results([file]) if result.layers == 1]
     most = max(result.accepted(measure_name("tree", TREE, 0.0)) for result in results)
-    return Curve(tuple((nodes, share * most) for nodes, share in sorted(tree_shares(results).items())))
+    return Curve(tuple((nodes, tree(most)) for nodes, tree in small_trees(results).items()))
 
 
 def rates(found: list[dict[str, Any]], law: BatchLaw, level: Curve, accepted: Curve) -> Iterator[dict[str, Any]]:

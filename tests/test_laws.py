@@ -31,8 +31,9 @@ from faircopy.laws.fit import Law
 from faircopy.laws.plan import GridPlan, name_of
 from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
-from faircopy.laws.predict import Costs, parse_time, predict, training_seconds, tree_shares
+from faircopy.laws.predict import Costs, parse_time, predict, training_seconds
 from faircopy.laws.run import GridRun
+from faircopy.laws.trees import SmallTree, small_trees
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
 from faircopy.types import Request, SamplingParams, Sequence
@@ -170,14 +171,14 @@ def costs(draft: float) -> Costs:
 
 def test_predictions_weigh_what_a_head_costs() -> None:
     results = results_of(LOG, POINTS)
-    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
-    assert set(shares) == {0, 4, 16, 60} and shares[4] == pytest.approx(0.5, abs=0.05)
-    free, dear, useless = (predict(fits, shares, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    assert set(trees) == {0, 4, 16, 60} and 0 < trees[4](3.0) < trees[16](3.0) < trees[60](3.0) == pytest.approx(3.0)
+    free, dear, useless = (predict(fits, trees, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
     assert free.point.layers == 6 and free.nodes == 60
     assert dear.point.layers == 1 and dear.draft_share > 0.3
     assert useless.nodes == 0 and useless.rate == pytest.approx(1000)
     assert free.rate_interval.low < free.rate < free.rate_interval.high
-    crowded = predict(fits, shares, costs(1e-9), 64, 8.0, True)
+    crowded = predict(fits, trees, costs(1e-9), 64, 8.0, True)
     assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
 
 
@@ -188,24 +189,39 @@ def test_the_second_stage_is_part_of_the_budget(tmp_path: Path) -> None:
     times.write_text(json.dumps({"rows": [{"layers": 1, "rows": rows, "ms": 1e-6 * rows} for rows in (8, 1)]}))
     known, _ = costs_for(Serving(bundled.target(), 64, (1,), "h200", times=times), results)
     assert known.answers == 1 << 20 and known.level[1](4) == pytest.approx(4e-9)
-    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
     given = replace(costs(1e-9), answers=1 << 20)
-    assert predict(fits, shares, given, 1, 8.0, True).candidates[0].point.tokens == 8_000_000 - (1 << 20)
+    assert predict(fits, trees, given, 1, 8.0, True).candidates[0].point.tokens == 8_000_000 - (1 << 20)
     instant = [replace(result, train_seconds=0.0) for result in results]
     assert training_seconds(instant)(1) > 0
 
 
 def test_no_more_tokens_are_accepted_than_drafted() -> None:
     fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
-    best = predict(fits, {2: 0.9}, costs(1e-9), 1, 1e6, True).best
-    assert fits[0].law(best.point) > 3 and best.accepted == best.accepted_interval.high == 2
+    best = predict(fits, {2: SmallTree(2, 1.0, 0.1)}, costs(1e-9), 1, 1e6, True).best
+    assert fits[0].law(best.point) > 3 and 1.9 < best.accepted <= best.accepted_interval.high < 2
+
+
+def test_small_trees_pass_through_what_was_measured() -> None:
+    """The power is fitted to two heads. Better ones fill small trees, worse ones keep the share of the worse one."""
+    results = results_of(LOG, POINTS[:2])
+    for result, (large, small) in zip(results, ((3.876, 1.27), (4.925, 1.449)), strict=True):
+        result.measures.update({MAIN: counted(large), "tree 2, T=0": counted(small)})
+    two = small_trees(results)[2]
+    assert [two(3.876), two(4.925)] == pytest.approx([1.27, 1.449], abs=1e-6)
+    assert 1.7 < two(6.4) < 1.8 and two(7.0) > 1.95 and two(0.0) == 0.0
+    assert two(1.938) == pytest.approx(1.27 / 2) and small_trees(results)[60](4.2) == pytest.approx(4.2)
+
+
+def counted(accepted: float) -> dict[str, list[int]]:
+    return {"tokens": [round(1000 * accepted)], "cycles": [1000]}
 
 
 def test_predictions_say_when_they_extrapolate() -> None:
     results = results_of(LOG, POINTS)
-    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
-    assert predict(fits, shares, costs(1e-9), 1, 8.0, True).best.warnings == ()
-    warnings = predict(fits, shares, costs(1e-9), 1, 1e6, False).best.warnings
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    assert predict(fits, trees, costs(1e-9), 1, 8.0, True).best.warnings == ()
+    warnings = predict(fits, trees, costs(1e-9), 1, 1e6, False).best.warnings
     assert "another target" in warnings[0] and "times the largest measured" in warnings[1]
 
 
@@ -306,7 +322,7 @@ def test_a_fit_of_few_points_is_json() -> None:
 def test_a_head_without_an_accepted_token_says_nothing_of_smaller_trees() -> None:
     results = results_of(LOG, POINTS[:3])
     nothing = {name: {"tokens": [0], "cycles": [9]} for name in (MAIN, "tree 4, T=0")}
-    assert tree_shares([*results, replace(results[0], measures=nothing)]) == tree_shares(results)
+    assert small_trees([*results, replace(results[0], measures=nothing)]) == small_trees(results)
 
 
 NO_PASSES = '{"rows": [{"target": [], "draft": [], "stepped": false, "steps": [], "layers": 1, "rows": 1, "ms": -1}]}'
