@@ -121,15 +121,17 @@ def _texts(plan: GridPlan) -> tuple[Tensor, Tensor | None]:
     answering = replace(plan.answering, device=plan.device)
     own = corpus(plan.target, plan.data, answering, plan.out / "data.npy")
     if not plan.pretrain:
-        return _enough(plan, own, "--data", plan.data), None
+        return _enough(own, "--data", plan.data, plan.smallest, "--smallest"), None
+    _enough(own, "--data", plan.data, plan.length, "--length")
     raw = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy")
-    return _enough(plan, raw, "--pretrain", plan.pretrain), own
+    return _enough(raw, "--pretrain", plan.pretrain, plan.smallest, "--smallest"), own
 
 
-def _enough(plan: GridPlan, tokens: Tensor, option: str, files: Sequence[Path]) -> Tensor:
-    if len(tokens) < plan.smallest:
-        problem = f"{len(tokens)} tokens are less than the smallest head's {plan.smallest}"
-        raise ConfigError(option, [str(file) for file in files], problem, "give more text, or lower --smallest")
+def _enough(tokens: Tensor, option: str, files: Sequence[Path], least: int, named: str) -> Tensor:
+    """Refuse files with fewer tokens than another option asks for."""
+    if len(tokens) < least:
+        problem = f"{len(tokens)} tokens are less than the {least} of {named}"
+        raise ConfigError(option, [str(file) for file in files], problem, f"give more text, or lower {named}")
     return tokens
 
 
