@@ -22,11 +22,12 @@ from faircopy.costs import Curve
 from faircopy.draft_length import BatchLength
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
+from faircopy.files import exclusive
 from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
 from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
-from faircopy.laws.plan import GridPlan, name_of
+from faircopy.laws.plan import GridPlan, name_of, run_plan
 from faircopy.laws.plan import _texts as texts_of
 from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
@@ -264,6 +265,12 @@ def test_texts_that_end_before_a_draft_does_are_refused(
     plan = GridPlan(target=checkpoint("llama"), data=[], prompts=[prompts], out=tmp_path, seconds=1.0, device="cpu")
     with pytest.raises(ConfigError, match=r"--prompts.*7 tokens or fewer"):
         written_texts(plan)
+
+
+def test_two_runs_at_once_do_not_train_everything_twice(tmp_path: Path) -> None:
+    plan = GridPlan(target=bundled.target(), data=[], prompts=[], out=tmp_path, seconds=1.0, device="cpu")
+    with exclusive("--out", tmp_path / "results.jsonl"), pytest.raises(ConfigError, match="another process writes it"):
+        run_plan(plan)
 
 
 def test_text_that_is_too_short_is_refused_by_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from faircopy import bundled
 from faircopy.config import EngineConfig
 from faircopy.errors import ConfigError
+from faircopy.files import exclusive
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts
 from faircopy.laws.points import CHAIN, Point, Result, grid
-from faircopy.laws.run import GridRun
+from faircopy.laws.run import RESULTS, GridRun
 from faircopy.laws.states import CachedText
 from faircopy.llm import LLM, Answer
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
@@ -85,6 +86,11 @@ def run_plan(plan: GridPlan, tell: Callable[[str], None] = print) -> list[Result
     """Train and measure as much of the grid as fits the time, and behind what a run before left."""
     deadline = time.time() + plan.seconds
     plan = plan.check()
+    with exclusive("--out", plan.out / RESULTS):  # of two runs at once, both would train what is missing
+        return _run(plan, deadline, tell)
+
+
+def _run(plan: GridPlan, deadline: float, tell: Callable[[str], None]) -> list[Result]:
     device = EngineConfig(device=plan.device).torch_device()
     text, answers = _texts(plan)
     written = _written(plan)
