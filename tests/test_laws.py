@@ -275,11 +275,13 @@ def test_two_runs_at_once_do_not_train_everything_twice(tmp_path: Path) -> None:
 
 def test_text_that_is_too_short_is_refused_by_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"data.npy": 40, "pretrain.npy": 4096}
-    monkeypatch.setattr("faircopy.laws.plan.corpus", lambda target, files, how, keep: torch.arange(sizes[keep.name]))
+    monkeypatch.setattr("faircopy.laws.plan.corpus", lambda *given: torch.arange(sizes[given[3].name]))
     plan = GridPlan(target="t", data=[Path("d")], prompts=[], out=tmp_path, seconds=1.0, smallest=4096, length=64)
     for pretrain, problem in (([], "40 tokens are less than the 4096 of --smallest"), ([Path("p")], "64 of --length")):
         with pytest.raises(ConfigError, match=f"--data.*{problem}"):
             texts_of(replace(plan, pretrain=pretrain))
+    with pytest.raises(ConfigError, match=r"--prompts = 'none\.jsonl'"):
+        written_texts(replace(plan, prompts=[Path("none.jsonl")]))
     sizes |= {"data.npy": 64, "pretrain.npy": 4095}
     with pytest.raises(ConfigError, match=r"--pretrain.*4095 tokens"):
         texts_of(replace(plan, pretrain=[Path("p")]))

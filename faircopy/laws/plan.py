@@ -129,7 +129,7 @@ def _texts(plan: GridPlan) -> tuple[Tensor, Tensor | None]:
     if not plan.pretrain:
         return _enough(own, "--data", plan.data, plan.smallest, "--smallest"), None
     _enough(own, "--data", plan.data, plan.length, "--length")
-    raw = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy")
+    raw = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy", "--pretrain")
     return _enough(raw, "--pretrain", plan.pretrain, plan.smallest, "--smallest"), own
 
 
@@ -143,7 +143,7 @@ def _enough(tokens: Tensor, option: str, files: Sequence[Path], least: int, name
 
 def _written(plan: GridPlan) -> list[tuple[list[list[int]], list[list[int]], float]]:
     """Prompts, the same with what the target writes behind them, and the temperature."""
-    prompts = read_documents(plan.prompts).prompts
+    prompts = read_documents(plan.prompts, "--prompts").prompts
     if not prompts:
         files = [str(file) for file in plan.prompts]
         raise ConfigError("--prompts", files, "no prompts in it", "pass .jsonl with 'prompt' or 'turns'")
