@@ -24,11 +24,13 @@ from faircopy.costs import Curve
 from faircopy.draft_length import BatchLength
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.trees import Tree
+from faircopy.files import exclusive
 from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
 from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
-from faircopy.laws.plan import GridPlan, name_of
+from faircopy.laws.plan import GridPlan, name_of, run_plan
+from faircopy.laws.plan import _texts as texts_of
 from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
 from faircopy.laws.predict import Costs, parse_time, predict, training_seconds
@@ -283,6 +285,26 @@ def test_texts_that_end_before_a_draft_does_are_refused(
         written_texts(plan)
 
 
+def test_two_runs_at_once_do_not_train_everything_twice(tmp_path: Path) -> None:
+    plan = GridPlan(target=bundled.target(), data=[], prompts=[], out=tmp_path, seconds=1.0, device="cpu")
+    with exclusive("--out", tmp_path / "results.jsonl"), pytest.raises(ConfigError, match="another process writes it"):
+        run_plan(plan)
+
+
+def test_text_that_is_too_short_is_refused_by_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"data.npy": 40, "pretrain.npy": 4096}
+    monkeypatch.setattr("faircopy.laws.plan.corpus", lambda *given: torch.arange(sizes[given[3].name]))
+    plan = GridPlan(target="t", data=[Path("d")], prompts=[], out=tmp_path, seconds=1.0, smallest=4096, length=64)
+    for pretrain, problem in (([], "40 tokens are less than the 4096 of --smallest"), ([Path("p")], "64 of --length")):
+        with pytest.raises(ConfigError, match=f"--data.*{problem}"):
+            texts_of(replace(plan, pretrain=pretrain))
+    with pytest.raises(ConfigError, match=r"--prompts = 'none\.jsonl'"):
+        written_texts(replace(plan, prompts=[Path("none.jsonl")]))
+    sizes |= {"data.npy": 64, "pretrain.npy": 4095}
+    with pytest.raises(ConfigError, match=r"--pretrain.*4095 tokens"):
+        texts_of(replace(plan, pretrain=[Path("p")]))
+
+
 def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> None:
     known = [replace(result, settings={"lr": 1e-3}) for result in results_of(LOG, POINTS[:3])]
     refuse_other_settings(Path("grid"), known, {"lr": 1e-3, "rows": 4})
@@ -387,6 +409,10 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
         assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
     assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
     assert "results are of bundled" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr("faircopy.laws.plan.run_plan", lambda plan: [])
+        assert call(patched, *run) == 2
+    assert "--budget = '30m': no head was trained" in capsys.readouterr().err
     for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan", "--smallest 200"):
         assert call(monkeypatch, *run, *wrong.split()) == 2
         assert wrong.split()[0] in capsys.readouterr().err

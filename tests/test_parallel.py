@@ -204,6 +204,22 @@ def test_a_pipeline_writes_the_bits_of_one_rank(
         compare_heads(model, folder(name), groups=False)
 
 
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize(("kind", "name"), [(ParallelModel, "dense"), (ParallelModel, "moe"), (Pipeline, "deep")])
+def test_prompts_may_come_in_chunks(
+    folder: Callable[..., str], group: Group, kind: type[SharedModel], name: str
+) -> None:
+    """The pass of a chunk that does not reach a prompt's end has no logits."""
+    pipeline, options = kind is Pipeline, {"k": 0, "cache_memory": "8MiB", "threads": 1}
+    model = kind(group, Load(folder(name), torch.float32, True, 1, pipeline=pipeline))
+    prompts, params = [list(request.prompt) for request in requests(3)], SamplingParams(max_tokens=4, logprobs=2)
+    one = LLM(folder(name), k_groups=not pipeline, chunk=2, dtype="float32", **options)
+    whole = LLM(folder(name), k_groups=not pipeline, dtype="float32", **options).generate(prompts, params)
+    for llm in (one, LLM(model, chunk=2, **options)):
+        answers = llm.generate(prompts, params)
+        assert [(a.token_ids, a.logprobs) for a in answers] == [(a.token_ids, a.logprobs) for a in whole]
+
+
 def test_every_stage_of_a_pipeline_has_a_pass(folder: Callable[..., str], group: Group) -> None:
     """Steps of different sequences are under way; one that is aborted ends first, and the others go on."""
     model = Pipeline(group, Load(folder("deep"), torch.float32, True, 1, pipeline=True))

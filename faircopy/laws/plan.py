@@ -15,9 +15,10 @@ from torch import Tensor
 from faircopy import bundled
 from faircopy.config import EngineConfig
 from faircopy.errors import ConfigError
+from faircopy.files import exclusive
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts
 from faircopy.laws.points import CHAIN, Point, Result, grid
-from faircopy.laws.run import GridRun
+from faircopy.laws.run import RESULTS, GridRun
 from faircopy.laws.states import CachedText
 from faircopy.llm import LLM, Answer
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
@@ -85,6 +86,11 @@ def run_plan(plan: GridPlan, tell: Callable[[str], None] = print) -> list[Result
     """Train and measure as much of the grid as fits the time, and behind what a run before left."""
     deadline = time.time() + plan.seconds
     plan = plan.check()
+    with exclusive("--out", plan.out / RESULTS):  # of two runs at once, both would train what is missing
+        return _run(plan, deadline, tell)
+
+
+def _run(plan: GridPlan, deadline: float, tell: Callable[[str], None]) -> list[Result]:
     device = EngineConfig(device=plan.device).torch_device()
     text, answers = _texts(plan)
     written = _written(plan)
@@ -121,21 +127,23 @@ def _texts(plan: GridPlan) -> tuple[Tensor, Tensor | None]:
     answering = replace(plan.answering, device=plan.device)
     own = corpus(plan.target, plan.data, answering, plan.out / "data.npy")
     if not plan.pretrain:
-        return _enough(plan, own, "--data", plan.data), None
-    raw = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy")
-    return _enough(plan, raw, "--pretrain", plan.pretrain), own
+        return _enough(own, "--data", plan.data, plan.smallest, "--smallest"), None
+    _enough(own, "--data", plan.data, plan.length, "--length")
+    raw = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy", "--pretrain")
+    return _enough(raw, "--pretrain", plan.pretrain, plan.smallest, "--smallest"), own
 
 
-def _enough(plan: GridPlan, tokens: Tensor, option: str, files: Sequence[Path]) -> Tensor:
-    if len(tokens) < plan.smallest:
-        problem = f"{len(tokens)} tokens are less than the smallest head's {plan.smallest}"
-        raise ConfigError(option, [str(file) for file in files], problem, "give more text, or lower --smallest")
+def _enough(tokens: Tensor, option: str, files: Sequence[Path], least: int, named: str) -> Tensor:
+    """Refuse files with fewer tokens than another option asks for."""
+    if len(tokens) < least:
+        problem = f"{len(tokens)} tokens are less than the {least} of {named}"
+        raise ConfigError(option, [str(file) for file in files], problem, f"give more text, or lower {named}")
     return tokens
 
 
 def _written(plan: GridPlan) -> list[tuple[list[list[int]], list[list[int]], float]]:
     """Prompts, the same with what the target writes behind them, and the temperature."""
-    prompts = read_documents(plan.prompts).prompts
+    prompts = read_documents(plan.prompts, "--prompts").prompts
     if not prompts:
         files = [str(file) for file in plan.prompts]
         raise ConfigError("--prompts", files, "no prompts in it", "pass .jsonl with 'prompt' or 'turns'")

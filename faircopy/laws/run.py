@@ -36,6 +36,7 @@ from faircopy.train.runs import stage_sizes
 SMALLER_TREES = (2, 4, 8, 16, 32)  # measured at the grid's budgets with one layer: A over the number of nodes
 DEEPER = 0.35  # a first guess of what one more layer adds to the time of a training
 METHOD = "scylla"
+RESULTS = "results.jsonl"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class GridRun:
 
     @property
     def results(self) -> Path:
-        return self.out / "results.jsonl"
+        return self.out / RESULTS
 
     def run(
         self,

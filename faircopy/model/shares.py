@@ -60,7 +60,7 @@ class TokenShares:
 
         def whole(x: Tensor) -> Tensor:
             shares = self._ranks.gather(run(x))
-            return shares.transpose(0, 1).reshape(x.shape[0], -1)[:, : self._vocab]
+            return shares.transpose(0, 1).flatten(1)[:, : self._vocab]  # of no rows, too: a prompt's first chunks
 
         return whole
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from faircopy import bundled
+from faircopy.errors import ConfigError
 from faircopy.terminal.guard import drawable, stoppable
 from faircopy.terminal.options import Command, Group
 
@@ -70,6 +71,8 @@ def run(
         length=length, lr=lr, new=new, device=device, answering=Answering(answer_tokens, chat=chat),
     )  # fmt: skip
     found = run_plan(plan)
+    if not found:
+        raise ConfigError("--budget", budget, "no head was trained in that time", "raise it; what was read is kept")
     print(f"{len(found)} heads in {out / 'results.jsonl'}; fit them with: faircopy laws fit {out / 'results.jsonl'}")
 
 

@@ -41,40 +41,40 @@ class Documents:
     prompts: list[str]
 
 
-def read_documents(files: Sequence[Path]) -> Documents:
+def read_documents(files: Sequence[Path], option: str = "--data") -> Documents:
     """.txt: one text. .jsonl: a line with `text` is one, a line with `prompt` or `turns` is to be answered.
 
-    Both may be compressed: .txt.gz, .jsonl.gz.
+    Both may be compressed: .txt.gz, .jsonl.gz. option: which the files were given to, for errors.
     """
     found = Documents([], [])
     for file in files:
-        content, kind = _read(file), Path(file.name.removesuffix(".gz")).suffix
+        content, kind = _read(file, option), Path(file.name.removesuffix(".gz")).suffix
         if kind == ".txt":
             found.texts.append(content)
         elif kind == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
                 if line.strip():
-                    _sort_line(found, line, f"{file}:{number}")
+                    _sort_line(found, line, f"{file}:{number}", option)
         else:
-            raise ConfigError("--data", str(file), "neither .txt nor .jsonl", "rename or convert it")
+            raise ConfigError(option, str(file), "neither .txt nor .jsonl", "rename or convert it")
     if not found.texts and not found.prompts:
-        raise ConfigError("--data", [str(file) for file in files], "no text in it", "pass files with text or prompts")
+        raise ConfigError(option, [str(file) for file in files], "no text in it", "pass files with text or prompts")
     return found
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, option: str) -> str:
     try:
         content = file.read_bytes()
         return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError("--data", str(file), f"cannot be read ({error})", "pass UTF-8 files") from error
+        raise ConfigError(option, str(file), f"cannot be read ({error})", "pass UTF-8 files") from error
 
 
-def _sort_line(found: Documents, line: str, place: str) -> None:
+def _sort_line(found: Documents, line: str, place: str, option: str) -> None:
     try:
         record: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError("--data", place, f"not JSON ({error})", "one object per line") from error
+        raise ConfigError(option, place, f"not JSON ({error})", "one object per line") from error
     record = record if isinstance(record, dict) else {}
     turns = record.get("turns")
     prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
@@ -83,12 +83,12 @@ def _sort_line(found: Documents, line: str, place: str) -> None:
     elif isinstance(prompt, str):
         found.prompts.append(prompt)
     else:
-        raise ConfigError("--data", place, "neither 'text' nor 'prompt' nor 'turns'", "give each line one of them")
+        raise ConfigError(option, place, "neither 'text' nor 'prompt' nor 'turns'", "give each line one of them")
 
 
-def corpus(target: str, files: Sequence[Path], answering: Answering, keep: Path) -> Tensor:
+def corpus(target: str, files: Sequence[Path], answering: Answering, keep: Path, option: str = "--data") -> Tensor:
     """All tokens of the files, flat; written to `keep`, and read from there if nothing has changed."""
-    documents = read_documents(files)
+    documents = read_documents(files, option)
     key = hashlib.sha256(json.dumps([target, asdict(answering), asdict(documents)]).encode()).hexdigest()
     note = keep.with_suffix(".json")
     if keep.exists() and _key_of(note) == key:

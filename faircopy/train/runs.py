@@ -202,7 +202,7 @@ def _text(plan: Plan) -> tuple[Tensor, Tensor]:
 def _raw_text(plan: Plan) -> Tensor:
     """Tokens of the first stage; nothing is held out of them."""
     answering = replace(plan.answering, device=plan.device)
-    tokens = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy")
+    tokens = corpus(plan.target, plan.pretrain, answering, plan.out / "pretrain.npy", "--pretrain")
     if len(tokens) < plan.rows * plan.length + plan.length + 1:
         problem = f"{len(tokens)} tokens are less than one batch of {plan.rows} x {plan.length}"
         raise ConfigError("--pretrain", [str(file) for file in plan.pretrain], problem, "give more text")
