@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.sources import SourceTable
 from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
-from faircopy.sampling import SamplingRow, choose, probabilities
-from faircopy.types import Batch, Confidence, Draft, Sequence, Verdict
+from faircopy.sampling import SamplingRow, choose
+from faircopy.types import Batch, Confidence, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -41,9 +43,10 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         count, asked = len(batch), batch.confidence
+        drawn = SourceTable() if self._sampled else None
         draft = Draft.chains(
             [[] for _ in range(count)],
-            [[] for _ in range(count)] if self._sampled else None,
+            None if drawn is None else Sources([[] for _ in range(count)], drawn),
             None if asked is None else [[] for _ in range(count)],
         )
         places = {seq: i for i, seq in enumerate(batch.seqs)}
@@ -55,7 +58,7 @@ class ModelDrafter(Drafter):
             result = self._runner.forward(part, chains, done=max(depth - 1, 0))
             self.rows_read += result.packed.size if depth == 0 else 0
             live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
-            self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live))
+            self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live), drawn)
             depth += 1
             more = [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute]
             if asked is not None:
@@ -140,14 +143,16 @@ class ModelDrafter(Drafter):
                 part.add(seq, upto, max_nodes)
         return part
 
-    def _guess(self, draft: Draft, places: list[tuple[int, Sequence]], logits: Tensor) -> None:
-        """One more token for each chain."""
+    def _guess(
+        self, draft: Draft, places: list[tuple[int, Sequence]], logits: Tensor, drawn: SourceTable | None
+    ) -> None:
+        """One more token for each chain; drawn: to be told what it was drawn from."""
         if not places:
             return
         rows, logits = [SamplingRow(seq, draft.tokens[i]) for i, seq in places], self._fit(logits)
+        sources = [] if drawn is None else drawn.add(logits, rows)
         tokens = choose(logits, rows)
         sure = _confidence(logits, tokens) if draft.confidence is not None else []
-        drawn_from = probabilities(logits, rows) if draft.sources is not None else None
         for n, (i, seq) in enumerate(places):
             if tokens[n] == BROKEN:
                 self._mute.add(seq)
@@ -155,8 +160,8 @@ class ModelDrafter(Drafter):
             draft.tokens[i].append(tokens[n])
             if draft.confidence is not None:
                 draft.confidence[i].append(sure[n])
-            if draft.sources is not None and drawn_from is not None:
-                draft.sources[i].append(drawn_from[n])
+            if draft.sources is not None:
+                draft.sources.rows[i].append(sources[n])
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: heads of one tokenizer may be padded to different sizes."""
@@ -166,15 +171,14 @@ class ModelDrafter(Drafter):
 
 def _confidence(logits: Tensor, tokens: list[int]) -> list[float]:
     """The probability of each row's token before any parameter acts."""
-    scores, chosen = logits.float(), torch.tensor(tokens, device=logits.device).clamp(min=0)
+    scores, chosen = logits.float(), sent(tokens, torch.int64, logits.device).clamp(min=0)
     best: list[float] = (scores.gather(1, chosen[:, None])[:, 0] - scores.logsumexp(-1)).exp().tolist()
     return best
 
 
 def _last_rows(result: Result, live: list[int]) -> Tensor:
     """The last row of logits of these sequences."""
-    rows = [result.packed.rows[n].stop - 1 for n in live]
-    return result.logits if rows == list(range(result.logits.shape[0])) else result.logits[rows]
+    return rows_of(result.logits, [result.packed.rows[n].stop - 1 for n in live])
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:

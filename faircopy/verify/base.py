@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from faircopy.errors import NumericsError
+from faircopy.kernels.transfer import rows_of
+from faircopy.layout.base import Packed
 from faircopy.model.runner import Result
 from faircopy.sampling import SamplingRow, logprobs
 from faircopy.types import Batch, Decision, Draft, Logprobs, Sequence, Verdict
@@ -34,7 +37,7 @@ def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], p
     wanted = seq.params.logprobs
     chosen: list[Logprobs] = []
     if wanted is not None and tokens:
-        chosen = logprobs(rows[[0, *(node + 1 for node in nodes)][: len(tokens)]], tokens, wanted)
+        chosen = logprobs(rows_of(rows, [0, *(node + 1 for node in nodes)][: len(tokens)]), tokens, wanted)
     return Decision(nodes, tokens, chosen, prompt, numerics_error(seq) if len(tokens) == len(nodes) else None)
 
 
@@ -77,16 +80,34 @@ class Judged:
             spans.append(range(len(rows), len(rows) + len(mine)))
             rows += mine
             places += range(span.stop - len(mine), span.stop)
-        logits = result.logits if len(places) == result.logits.shape[0] else result.logits[places]
-        return cls(logits, rows, spans)
+        return cls(rows_of(result.logits, places), rows, spans)
+
+    def part(self, greedy: bool) -> Judged:
+        """The rows of greedy sequences alone, or of the others; spans of the rest are empty."""
+        places: list[int] = []
+        spans = []
+        for span in self.spans:
+            mine = span if span and self.rows[span.start].seq.params.greedy == greedy else range(0)
+            spans.append(range(len(places), len(places) + len(mine)))
+            places += mine
+        return Judged(rows_of(self.logits, places), [self.rows[n] for n in places], spans)
+
+    def complete(self) -> list[tuple[int, range]]:
+        """The sequences that were fed to their end, each with its span."""
+        return [(i, span) for i, span in enumerate(self.spans) if span]
 
 
 def broken_feeds(result: Result) -> set[int]:
     """Sequences one of whose own tokens has no finite state: what follows it would be made up."""
     if result.healthy is None or bool(result.healthy.all()):
         return set()
-    healthy, start, broken = result.healthy.tolist(), 0, set()
-    for i, (fed, nodes) in enumerate(zip(result.packed.fed, result.packed.nodes, strict=True)):
+    return unhealthy_feeds(result.packed, result.healthy.tolist())
+
+
+def unhealthy_feeds(packed: Packed, healthy: Seq[float]) -> set[int]:
+    """The same, where the host has read which rows are healthy."""
+    start, broken = 0, set()
+    for i, (fed, nodes) in enumerate(zip(packed.fed, packed.nodes, strict=True)):
         if not all(healthy[start : start + fed]):
             broken.add(i)
         start += fed + len(nodes)

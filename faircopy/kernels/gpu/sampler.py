@@ -20,7 +20,7 @@ from torch import Tensor
 
 from faircopy.kernels import filters
 from faircopy.kernels.filters import Filter, Kept
-from faircopy.kernels.gpu.launch import begin, launched, options, power, sent
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.records import (
     IN_PROMPT,
@@ -34,6 +34,7 @@ from faircopy.kernels.gpu.records import (
     float_bits,
 )
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.transfer import sent
 
 CHUNK = 4096
 GROUPS = 64  # of a chunk, whose maxima bound the k-th best score from below
@@ -517,8 +518,12 @@ def count_tokens_twin(of: SamplingSlots, report: Tensor, width: int) -> None:
 
 
 def thresholds(scores: Tensor, wanted: Seq[Filter]) -> tuple[Tensor, Tensor]:
-    """The threshold of each row [R, V] of adjusted scores, and the last token kept of those that equal it."""
+    """The threshold of each row [R, V] of adjusted scores, and the last token kept of those that equal it.
+
+    Minus infinity in a row without filters.
+    """
     rows = filter_rows(wanted, scores.shape[1], scores.device)
+    rows.score.fill_(-torch.inf)
     restrict(scores, torch.ones(len(wanted), device=scores.device), rows)
     return rows.score, rows.last
 
