@@ -328,7 +328,11 @@ class Draft:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def is_chain(self, i: int) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents[i]))
+        return self.parents[i] == list(range(-1, len(self.parents[i]) - 1))
+
+    def source_rows(self, i: int) -> list[int]:
+        """Of each node, see Sources."""
+        return [PICKED] * len(self.tokens[i]) if self.sources is None else self.sources.rows[i]
 
     def path(self, i: int, node: int) -> list[int]:
         """The nodes from the root's child down to this one."""
@@ -343,7 +347,9 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     """Refuse what is not a draft for this batch: drafters may be users' own."""
     if not isinstance(draft, Draft):
         raise DraftError("draft", draft, "not a Draft", "return Draft(...), Draft.chains(...) or Draft.empty(...)")
-    sources = [[PICKED] * len(tokens) for tokens in draft.tokens] if draft.sources is None else draft.sources.rows
+    if not isinstance(draft.sources, Sources | None):
+        raise DraftError("sources", draft.sources, "not Sources", "return Draft(..., sources=Sources(rows, table))")
+    sources = draft.tokens if draft.sources is None else draft.sources.rows
     for name, trees in (("tokens", draft.tokens), ("parents", draft.parents), ("sources", sources)):
         if len(trees) != len(batch):
             raise DraftError(name, f"{len(trees)} trees", f"for {len(batch)} sequences", "one per sequence, some empty")

@@ -15,7 +15,19 @@ from faircopy.engine import Engine
 
 # functions that read numbers from a device, or send some there from memory that is not pinned
 WAITS = frozenset(
-    ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "tensor", "new_tensor")
+    (
+        "tolist",
+        "item",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "tensor",
+        "new_tensor",
+    )
 )
 
 

@@ -7,15 +7,16 @@ all drafted tokens at once, walks, and lets the device compute what rejections l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy import rng
@@ -25,7 +26,7 @@ from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import received, rows_of, sent
 from faircopy.model.runner import Result
 from faircopy.sampling import chosen_tokens, probabilities
-from faircopy.types import PICKED, Batch, Decision, Draft, Sequence, Verdict
+from faircopy.types import PICKED, Batch, Decision, Draft, Verdict
 from faircopy.verify.base import Judged, decision, numerics_error, prompt_logprobs, unhealthy_feeds
 
 BLOCK = 1024  # tokens whose probabilities the host reads at once
@@ -40,7 +41,7 @@ class Row:
 
     table: Tensor  # [R, V]
     place: int
-    known: dict[int, float]
+    known: dict[int, float] = field(default_factory=dict)
 
     def __getitem__(self, token: int) -> float:
         return self.known[token]
@@ -210,120 +211,116 @@ def _decide(batch: Batch, draft: Draft, result: Result, i: int, found: Found | N
 
 
 class _Drawing:
-    """The sequences whose tokens are drawn, and the tables of what target and drafter draw them from."""
+    """The sequences whose tokens are drawn: what the host must know of them, and what it finds when it does."""
 
     def __init__(self, draft: Draft, judged: Judged) -> None:
-        self._draft, self._judged = draft, judged
-        self.asked = self._ask() if judged.rows else ()
+        self._walks: dict[int, _Walk] = {}
+        self.asked = self._ask(draft, judged) if judged.rows else ()
 
-    def _ask(self) -> tuple[Tensor, ...]:
-        """What the host must know: the nodes' numbers in both tables, and of which rows the numbers are sound."""
-        logits = self._judged.logits
-        self._target = probabilities(logits, self._judged.rows)
-        wanted, drawn = self._places()
-        self._source = _source_table(self._draft, self._target, drawn)
-        # the numbers of a row are NaN all together
-        return _taken(self._target, wanted), _taken(self._source, drawn), logits.amin(-1), self._target[:, 0]
-
-    def _places(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Row and token of each node in the target's table, and of each drawn one in the drafter's."""
-        wanted, drawn = [], []
-        for i, span in self._judged.complete():
-            nodes = list(zip(self._draft.tokens[i], self._draft.parents[i], strict=True))
-            wanted += [(span.start + parent + 1, token) for token, parent in nodes]
-            sources = _source_rows(self._draft, i)
-            drawn += [(row, token) for row, (token, _) in zip(sources, nodes, strict=True) if row != PICKED]
-        return wanted, drawn
+    def _ask(self, draft: Draft, judged: Judged) -> tuple[Tensor, ...]:
+        """The nodes' numbers by target and by drafter, and two of each row that show whether it is sound."""
+        target = probabilities(judged.logits, judged.rows)
+        source = _source_table(draft, target, [i for i, _ in judged.complete()])
+        self._walks = {i: _Walk(draft, i, judged, target, source) for i, _ in judged.complete()}
+        self._of_target = [number for walk in self._walks.values() for number in walk.of_target]
+        self._of_source = [number for walk in self._walks.values() for number in walk.of_source]
+        # numbers of a row in a table are NaN all together
+        return _taken(target, self._of_target), _taken(source, self._of_source), judged.logits.amin(-1), target[:, 0]
 
     def found(self, *numbers: list[float]) -> dict[int, Found]:
-        """Walk, and draw the token behind each walk; numbers: what was asked."""
+        """Walk, then draw the token behind each walk; numbers: of what was asked."""
         if not numbers:
             return {}
-        walks = self._walks(*numbers)
-        seqs = {i: self._judged.rows[span.start].seq for i, span in self._judged.complete()}
-        ends = [(i, len(nodes), p) for i, (nodes, p) in walks.items() if p is not None]
-        drawn = dict(zip((i for i, _, _ in ends), _drawn([(seqs[i], n, p) for i, n, p in ends]), strict=True))
-        return {
-            i: (nodes, [self._draft.tokens[i][node] for node in nodes] + ([drawn[i]] if i in drawn else []))
-            for i, (nodes, _) in walks.items()
-        }
+        p, q, least, first = numbers
+        for (row, token), number in zip([*self._of_target, *self._of_source], [*p, *q], strict=True):
+            row.known[token] = number
+        sound = [isfinite(low) and not isnan(number) for low, number in zip(least, first, strict=True)]
+        walked = {i: walk.take(sound) for i, walk in self._walks.items()}
+        drawn = self._draw([(i, len(nodes), left) for i, (nodes, left) in walked.items() if left is not None])
+        return {i: (nodes, self._walks[i].tokens(nodes) + drawn.get(i, [])) for i, (nodes, _) in walked.items()}
 
-    def _walks(
-        self, wanted: list[float], drawn: list[float], least: list[float], first: list[float]
-    ) -> dict[int, tuple[list[int], Distribution | None]]:
-        p, q, walks = iter(wanted), iter(drawn), {}
-        for i, span in self._judged.complete():
-            rows = [Row(self._target, place, {}) for place in span]
-            for token, parent in zip(self._draft.tokens[i], self._draft.parents[i], strict=True):
-                rows[parent + 1].known[token] = next(p)
-            sources = self._sources(i, q)
-            target = [row if isfinite(least[row.place]) and not isnan(first[row.place]) else None for row in rows]
-            seq = self._judged.rows[span.start].seq
-            below = children(self._draft.parents[i])
-            walks[i] = walk(self._draft.tokens[i], below, target, sources.__getitem__, _coin(seq, self._draft, i))
-        return walks
-
-    def _sources(self, i: int, q: Iterator[float]) -> list[Row | Left | None]:
-        """What each node was drawn from; a younger sibling's source lacks its elders' tokens."""
-        tokens, found = self._draft.tokens[i], []
-        for node, row in enumerate(_source_rows(self._draft, i)):
-            source: Any = None if row == PICKED else Row(self._source, row, {tokens[node]: next(q)})
-            for elder in self._elders(i, node) if source is not None else ():
-                source = without(source, tokens[elder])
-            found.append(source)
-        return found
-
-    def _elders(self, i: int, node: int) -> list[int]:
-        parents = self._draft.parents[i]
-        return [elder for elder in range(node) if parents[elder] == parents[node]]
+    def _draw(self, ends: list[tuple[int, int, Row | Left]]) -> dict[int, list[int]]:
+        """A token for each (sequence, accepted nodes, distribution), by a number keyed by its place."""
+        ends.sort(key=lambda end: isinstance(end[2], Left))  # what is computed alike lies together
+        seqs = [self._walks[i].seq for i, _, _ in ends]
+        keyed = [(seq.seed, len(seq.tokens) + depth) for seq, (_, depth, _) in zip(seqs, ends, strict=True)]
+        numbers = [rng.uniform(seed, position, rng.RESIDUAL) for seed, position in keyed]
+        tokens = drawn_tokens(numbers_of([left for _, _, left in ends]), numbers) if ends else []
+        return {i: [token] for (i, _, _), token in zip(ends, tokens, strict=True)}
 
 
-def _source_rows(draft: Draft, i: int) -> list[int]:
-    return [PICKED] * len(draft.tokens[i]) if draft.sources is None else draft.sources.rows[i]
+class _Walk:
+    """One sequence's walk: made while the target's pass runs, taken when the host knows the nodes' numbers."""
+
+    def __init__(self, draft: Draft, i: int, judged: Judged, target: Tensor, source: Tensor) -> None:
+        span, parents = judged.spans[i], draft.parents[i]
+        rows = judged.rows[span.start : span.stop]
+        self.seq, self._tokens, self._below = rows[0].seq, draft.tokens[i], children(parents)
+        self._coins = [rng.uniform(row.seq.seed, row.position - 1, rng.COIN, n) for n, row in enumerate(rows[1:])]
+        self._rows = [Row(target, place) for place in span]
+        drawn = [None if row == PICKED else Row(source, row) for row in draft.source_rows(i)]
+        self.of_target = [(self._rows[above + 1], token) for token, above in zip(self._tokens, parents, strict=True)]
+        self.of_source = [(q, token) for token, q in zip(self._tokens, drawn, strict=True) if q is not None]
+        self._sources = self._without_elders(drawn)
+
+    def _without_elders(self, drawn: Seq[Row | None]) -> list[Row | Left | None]:
+        """A younger sibling was drawn when the tokens of its elders had been put aside."""
+        sources: list[Row | Left | None] = list(drawn)
+        for siblings in self._below:
+            for n, node in enumerate(siblings):
+                for elder in siblings[:n] if drawn[node] is not None else ():
+                    sources[node] = without(sources[node], self._tokens[elder])
+        return sources
+
+    def take(self, sound: list[bool]) -> tuple[list[int], Row | Left | None]:
+        """Accepted nodes, and what is left to draw from; the walk ends at a row that is not sound."""
+        target = [row if sound[row.place] else None for row in self._rows]
+        return walk(self._tokens, self._below, target, self._sources.__getitem__, self._coin)
+
+    def _coin(self, node: int, probability: float) -> bool:
+        return self._coins[node] < probability
+
+    def tokens(self, nodes: list[int]) -> list[int]:
+        return [self._tokens[node] for node in nodes]
 
 
-def _source_table(draft: Draft, like: Tensor, drawn: list[tuple[int, int]]) -> Tensor:
-    """What the drafter drew from, where the target's table is; empty if it has drawn nothing."""
-    if draft.sources is None or not drawn:
+def _source_table(draft: Draft, like: Tensor, seqs: list[int]) -> Tensor:
+    """What the drafter drew from, where the target's table is; empty if it has drawn no node of these sequences."""
+    last = max((row for i in seqs for row in draft.source_rows(i)), default=PICKED)
+    if draft.sources is None or last == PICKED:
         return like[:0]
-    table, rows = draft.sources.table(), max(row for row, _ in drawn) + 1
-    if table.ndim != 2 or len(table) < rows or table.shape[1] != like.shape[1]:
-        remedy = f"at least {rows} rows over the target's {like.shape[1]} tokens"
-        raise DraftError("sources", f"a table {list(table.shape)}", "does not have the nodes' rows", remedy)
+    table = draft.sources.table()
+    if table.ndim != 2 or len(table) <= last or table.shape[1] != like.shape[1]:
+        problem, remedy = f"a node was drawn from row {last}", f"give a row for each, over {like.shape[1]} tokens"
+        raise DraftError("sources", f"a table {list(table.shape)}", problem, remedy)
     return table.to(like.device)
 
 
-def _taken(table: Tensor, places: list[tuple[int, int]]) -> Tensor:
-    """The numbers at (row, token) of a table."""
-    flat = [row * table.shape[1] + token for row, token in places]
+def _taken(table: Tensor, places: list[tuple[Row, int]]) -> Tensor:
+    """The numbers of tokens in rows of a table."""
+    flat = [row.place * table.shape[1] + token for row, token in places]
     return table.take(sent(flat, torch.int64, table.device))
 
 
-def _coin(seq: Sequence, draft: Draft, i: int) -> Coin:
-    def coin(node: int, probability: Any) -> bool:
-        position = len(seq.tokens) + len(draft.path(i, node)) - 1
-        return bool(rng.uniform(seq.seed, position, rng.COIN, node) < probability)
-
-    return coin
-
-
-def _drawn(ends: list[tuple[Sequence, int, Row | Left]]) -> list[int]:
-    """A token for each (sequence, accepted nodes, distribution): where the running sum passes a number keyed by place.
+def drawn_tokens(table: Tensor, numbers: list[float]) -> list[int]:
+    """A token per distribution [n, V]: where the running sum passes a number in [0, 1).
 
     Sums over blocks are read first, then the block in which the number falls.
     """
-    if not ends:
-        return []
-    table = numbers_of([p for _, _, p in ends])
     blocks = F.pad(table, (0, -table.shape[1] % BLOCK)).view(-1, BLOCK)
-    sums = blocks.sum(-1).view(len(ends), -1).cpu().numpy()
-    numbers = [rng.uniform(seq.seed, len(seq.tokens) + depth, rng.RESIDUAL) for seq, depth, _ in ends]
-    chosen = [_place(line, number) for line, number in zip(sums, numbers, strict=True)]
-    inner = rows_of(blocks, [n * sums.shape[1] + block for n, block in enumerate(chosen)]).cpu().numpy()
-    left = [number - line[:block].sum() for number, line, block in zip(numbers, sums, chosen, strict=True)]
-    return [block * BLOCK + _place(line, rest) for block, line, rest in zip(chosen, inner, left, strict=True)]
+    sums = blocks.sum(-1).view(len(table), -1).cpu().numpy()
+    chosen, before = _places(sums, np.array(numbers))
+    inner = rows_of(blocks, (np.arange(len(sums)) * sums.shape[1] + chosen).tolist()).cpu().numpy()
+    within, _ = _places(inner, np.array(numbers) - before)
+    tokens: list[int] = (chosen * BLOCK + within).tolist()
+    return tokens
 
 
-def _place(weights: Any, number: float) -> int:
-    """Where the running sum of weights passes a number; the last weight that is not zero if rounding prevents it."""
-    return min(int(np.searchsorted(np.cumsum(weights), number, side="right")), int(np.flatnonzero(weights)[-1]))
+def _places(weights: NDArray[np.float64], numbers: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where each row's running sum passes its number, and the sum before; weights [n, m].
+
+    The last weight that is not zero if rounding prevents it.
+    """
+    sums, last = weights.cumsum(1), weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(1)
+    places = np.minimum((sums <= numbers[:, None]).sum(1), last)
+    return places, np.where(places > 0, sums[np.arange(len(places)), places - 1], 0.0)
