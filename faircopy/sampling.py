@@ -71,13 +71,20 @@ def chosen_tokens(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) 
 
 
 def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    chosen = scores.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if len(drawn) == len(rows):
+        return _draw(scores.clone(), rows)
+    chosen = scores.argmax(-1)
     if drawn:
-        drawing = [rows[i] for i in drawn]
-        keys = sent([rng.signed(row.key) for row in drawing], torch.int64, scores.device)
-        chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
+        where = sent(drawn, torch.int64, scores.device)
+        chosen[where] = _draw(scores[where], [rows[i] for i in drawn])
     return chosen
+
+
+def _draw(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """Changes the scores."""
+    keys = sent([rng.signed(row.key) for row in rows], torch.int64, scores.device)
+    return gumbel_argmax(filtered(scores, rows), keys)
 
 
 def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filter]]:

@@ -1,4 +1,4 @@
-"""Counts what a step costs the host beside its passes: torch operators, and places where it waits for the device."""
+"""Counts what steps cost the host beside their passes: torch operators, and places where it may wait for a device."""
 
 from __future__ import annotations
 
@@ -7,43 +7,35 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from faircopy import sampling
+from faircopy.drafters.heads import Head
 from faircopy.engine import Engine
+from faircopy.kernels import filters
+from faircopy.model.runner import Runner
 
-# functions that read numbers from a device, or send some there from memory that is not pinned
-WAITS = frozenset(
-    (
-        "tolist",
-        "item",
-        "cpu",
-        "numpy",
-        "nonzero",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "tensor",
-        "new_tensor",
-    )
-)
+READS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+SENDS = ("tensor", "new_tensor")  # from memory that is not pinned: the host waits for the device first
+INDEXING = ("__getitem__", "__setitem__")  # an index of the host's is sent in the same way
+KERNELS = ((sampling, "gumbel_argmax"), (filters, "thresholds"))  # a few launches on a GPU
 
 
 class HostCost:
-    """Counts the operators and waits of an engine's steps, passes left out, while it is entered."""
+    """Counts an engine's operators and waits while it is entered: those outside of passes and of sampling kernels."""
 
     def __init__(self, engine: Engine) -> None:
         self.operators: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        self._in_pass = 0
-        self._networks = [engine.target.model, *vars(engine.drafter).values()]
+        heads = [part for part in vars(engine.drafter).values() if isinstance(part, Head)]
+        self._left_out = [*KERNELS, (Runner, "forward"), *((head, name) for head in heads for name in ("read", "step"))]
+        self._depth = 0  # of calls that are left out
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for owner, name in self._passes():
-            self._replace(owner, name)
+        for owner, name in self._left_out:
+            self._leave_out(owner, name)
         self._stack.enter_context(_Waits(self))
         self._stack.enter_context(_Operators(self))
         return self
@@ -53,33 +45,26 @@ class HostCost:
 
     @property
     def counting(self) -> bool:
-        return not self._in_pass
+        return self._depth == 0
 
-    def _passes(self) -> list[tuple[Any, str]]:
-        """Functions that are a pass of a network, packing included."""
-        from faircopy.model.runner import Runner
-
-        heads = [part for part in self._networks if isinstance(part, nn.Module) and hasattr(part, "step")]
-        return [(Runner, "forward"), *((head, name) for head in heads for name in ("read", "step"))]
-
-    def _replace(self, owner: Any, name: str) -> None:
+    def _leave_out(self, owner: Any, name: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
+        own = name in vars(owner)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            self._in_pass += 1
+            self._depth += 1
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._in_pass -= 1
+                self._depth -= 1
 
-        own = name in vars(owner)
         setattr(owner, name, outer)
         self._stack.callback(lambda: setattr(owner, name, inner) if own else delattr(owner, name))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, cost: HostCost) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cost = cost
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,15 +80,11 @@ class _Waits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if self._cost.counting and (name in WAITS or (name in _INDEXING and _sends_index(args[1]))):
+        if self._cost.counting and (name in READS + SENDS or (name in INDEXING and _on_host(args[1]))):
             self._cost.waits[name] += 1
         return func(*args, **(kwargs or {}))
 
 
-_INDEXING = ("__getitem__", "__setitem__")
-
-
-def _sends_index(index: Any) -> bool:
-    """Whether numbers of the host say which places are meant: they are sent first."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, (list, range)) for part in parts)
+def _on_host(index: Any) -> bool:
+    """Whether a list of numbers says which places are meant."""
+    return any(isinstance(part, (list, range)) for part in (index if isinstance(index, tuple) else (index,)))

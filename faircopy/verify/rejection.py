@@ -20,19 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.acceptance import accept_path, children
+from faircopy.acceptance import children
 from faircopy.errors import DraftError
-from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import received, rows_of, sent
 from faircopy.model.runner import Result
 from faircopy.sampling import chosen_tokens, probabilities
-from faircopy.types import PICKED, Batch, Decision, Draft, Verdict
-from faircopy.verify.base import Judged, decision, numerics_error, prompt_logprobs, unhealthy_feeds
+from faircopy.types import PICKED, Batch, Draft, Verdict
+from faircopy.verify.base import Found, Judged, accepted_paths, unhealthy_feeds, verdict
 
 BLOCK = 1024  # tokens whose probabilities the host reads at once
 Distribution = Any  # non-negative, sums to one: a Row, what is Left of one, or an array of fractions
 Coin = Callable[[int, Any], bool]  # (node, probability) -> heads
-Found = tuple[list[int], list[int]]  # accepted nodes, and their tokens plus one more, unless its row is broken
 
 
 @dataclass(slots=True, eq=False)
@@ -175,14 +173,9 @@ class RejectionVerifier:
         greedy, drawing = judged.part(greedy=True), _Drawing(draft, judged.part(greedy=False))
         # up to here the host has only launched; now it waits for the target's pass
         choices, healthy, *numbers = received(_choices(greedy), _health(result), *drawing.asked)
-        found = _accepted(draft, greedy, choices) | drawing.found(*numbers)
+        found = accepted_paths(draft, greedy, [int(choice) for choice in choices]) | drawing.found(*numbers)
         feeds = unhealthy_feeds(result.packed, healthy) if healthy else set()
-        return Verdict(
-            [
-                Decision(error=numerics_error(seq)) if i in feeds else _decide(batch, draft, result, i, found.get(i))
-                for i, seq in enumerate(batch.seqs)
-            ]
-        )
+        return verdict(batch, draft, result, found, feeds)
 
 
 def _choices(greedy: Judged) -> Tensor:
@@ -191,23 +184,6 @@ def _choices(greedy: Judged) -> Tensor:
 
 def _health(result: Result) -> Tensor:
     return result.logits[:0, 0] if result.healthy is None else result.healthy
-
-
-def _accepted(draft: Draft, greedy: Judged, choices: list[float]) -> dict[int, Found]:
-    """The paths of greedy sequences."""
-    found = {}
-    for i, span in greedy.complete():
-        chosen = [int(choice) for choice in choices[span.start : span.stop]]
-        broken = [token == BROKEN for token in chosen]
-        found[i] = accept_path(draft.tokens[i], draft.parents[i], chosen, broken)
-    return found
-
-
-def _decide(batch: Batch, draft: Draft, result: Result, i: int, found: Found | None) -> Decision:
-    seq, prompt = batch.seqs[i], prompt_logprobs(batch.seqs[i], batch, i, result)
-    if found is None:
-        return Decision(prompt_logprobs=prompt)
-    return decision(seq, result.of(i)[-1 - len(draft.tokens[i]) :], *found, prompt)
 
 
 class _Drawing:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -523,13 +524,20 @@ def thresholds(scores: Tensor, wanted: Seq[Filter]) -> tuple[Tensor, Tensor]:
     Minus infinity in a row without filters.
     """
     rows = filter_rows(wanted, scores.shape[1], scores.device)
-    rows.score.fill_(-torch.inf)
     restrict(scores, torch.ones(len(wanted), device=scores.device), rows)
     return rows.score, rows.last
 
 
 def filter_rows(wanted: Seq[Filter], vocab: int, device: torch.device) -> RowSampling:
-    """Rows with these filters and no other parameters."""
+    """Rows with these filters and no other parameters, which keep everything until thresholds are found."""
+    score = torch.full((len(wanted),), -torch.inf, device=device)
+    return replace(
+        _filter_rows(tuple(wanted), vocab, device), score=score, last=torch.zeros_like(score, dtype=torch.int32)
+    )
+
+
+@lru_cache(64)  # batches keep their filters from step to step, and only thresholds are written
+def _filter_rows(wanted: tuple[Filter, ...], vocab: int, device: torch.device) -> RowSampling:
     settings = np.zeros((len(wanted), Setting.TOTAL), np.int32)
     for row, what in zip(settings, wanted, strict=True):
         row[Setting.ASKS] = Asks.FILTERS if what.active else 0
