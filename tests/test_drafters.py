@@ -14,7 +14,7 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.errors import DraftError
 from faircopy.model.runner import Result, Runner
 from faircopy.testing import SpyDrafter, TableModel
-from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
+from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence, Sources
 from tests.helpers import assert_same, engine_of, load, random_prompts, references, requests_of, run
 
 
@@ -148,7 +148,9 @@ class Fixed(NoDrafter):
         (Draft([[1.5]], [[-1]]), "not a token id below 64"),  # type: ignore[list-item]
         (Draft([], []), "0 trees"),
         (Draft([[1]], []), "0 trees"),
-        (Draft([[1]], [[-1]], [[]]), "0 rows"),
+        (Draft([[1]], [[-1]], Sources([[]], lambda: torch.ones(1, 64) / 64)), "0 rows"),
+        (Draft([[1]], [[-1]], Sources([], lambda: torch.ones(1, 64) / 64)), "0 trees"),
+        (Draft([[1]], [[-1]], [[0]]), "not Sources"),  # type: ignore[arg-type]
         (None, "not a Draft"),
     ],
 )
