@@ -278,6 +278,17 @@ def _taken(table: Tensor, places: list[tuple[Row, int]]) -> Tensor:
     return table.take(sent(flat, torch.int64, table.device))
 
 
+def drawing_bytes(batch: int, rows: int, drawn: int, vocab: int, dtype: torch.dtype) -> int:
+    """What judging `rows` rows of `batch` sequences allocates besides the logits, `drawn` nodes having a source.
+
+    The logits of these nodes are kept, and copied when their table is made beside the target's, each from a copy of its
+    own; later there are both tables, and in float64 what tokens are drawn from, with some intermediate results.
+    """
+    kept = dtype.itemsize * drawn
+    making = max(8 * rows + kept, 4 * rows + 2 * kept + 8 * drawn)
+    return vocab * max(making, 4 * rows + kept + 4 * drawn + 48 * batch)
+
+
 def drawn_tokens(table: Tensor, numbers: list[float]) -> list[int]:
     """A token per distribution [n, V]: where the running sum passes a number in [0, 1).
 
