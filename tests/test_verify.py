@@ -312,11 +312,11 @@ def highest_cost(drafter: str, batch: int, k: int) -> tuple[int, int]:
 def test_the_hosts_operators_do_not_grow_with_a_batch_of_chains() -> None:
     few = highest_cost("model", 3, 4)
     assert few == highest_cost("model", 16, 4)
-    assert few[1] == 4 + 3, "a read per pass of the draft model, and three for the verdict"
+    assert few[1] == 1 + 3, "one read of the draft model's tokens, and three for the verdict"
     assert highest_cost("ngram", 3, 2) == highest_cost("ngram", 16, 8)
     (first, _), (second, _), (third, _) = (highest_cost("model", 8, k) for k in (2, 4, 6))
     assert third - second == second - first, "a level of the draft costs the same wherever it is"
-    assert first < 130, "operators of two levels and the verdict, with filters"
+    assert first < 140, "operators of two levels and the verdict, with filters"
 
 
 def test_a_table_without_the_rows_of_drawn_nodes_is_refused() -> None:
