@@ -220,8 +220,8 @@ class DrawnSiblings(Drafter):
 
 
 def test_siblings_drawn_without_replacement_keep_the_law_in_the_engine() -> None:
-    """Chi-square of the first and the second token over 2,000 requests (15 values: 37.7 is 0.1 %)."""
-    model, draft = near_pair(16, 0.3)
+    """Chi-square of the first and the second token over 2,000 requests (5 values: 20.5 is 0.1 %)."""
+    model, draft = near_pair(6, 1.0)
     engine = engine_of(model, DrawnSiblings(draft), k=3, verifier="rejection", max_batch=250)
     params = SamplingParams(max_tokens=9, temperature=1.0)
     seqs = [engine.add(Request((3,), params, seed)) for seed in range(2000)]
@@ -231,10 +231,10 @@ def test_siblings_drawn_without_replacement_keep_the_law_in_the_engine() -> None
         for seq in list(engine.scheduler.running):
             engine.abort(seq)
     first = torch.softmax(model._table[0, 3], 0)
-    second = sum(first[t] * torch.softmax(model._table[1, t], 0) for t in range(16))
+    second = sum(first[t] * torch.softmax(model._table[1, t], 0) for t in range(6))
     for place, law in enumerate((first, second)):
-        counts = torch.bincount(torch.tensor([seq.output[place] for seq in seqs]), minlength=16)
-        assert float(((counts - 2000 * law) ** 2 / (2000 * law)).sum()) < 37.7
+        counts = torch.bincount(torch.tensor([seq.output[place] for seq in seqs]), minlength=6)
+        assert float(((counts - 2000 * law) ** 2 / (2000 * law)).sum()) < 20.5
     assert engine.meter.acceptance > 0.3
 
 
