@@ -4,6 +4,7 @@ python -m benchmarks.batch_law --shape qwen3-0.6b --layers 8 --out benchmarks/re
 python -m benchmarks.batch_law --device cuda --shape qwen3-8b --out $OUT/batch-law-h200.json --plot $OUT/law.png
 python -m benchmarks.batch_law ... --most 4096 --accepted benchmarks/results/laws-h200.jsonl   # and Scylla's Table 5
 python -m benchmarks.batch_law --costs benchmarks/results/costs-h200.json --shape qwen3-8b --device cuda --plot law.png
+python -m benchmarks.batch_law --again benchmarks/results/batch-law-h200.json --plot law.png --plot-rates rates.png
 
 A pass of n rows for each sequence is timed (on a GPU as a graph) for every batch size. Free are the rows up to which it
 takes at most 1 + SLACK times as long as with one; between two measured numbers of rows time is taken to be linear. The
@@ -15,7 +16,7 @@ passes of target and draft model take what a cost table says. Otherwise drafting
 
 With --accepted (results of `faircopy laws run`) tokens per second follow from the passes, the levels of a Scylla head
 of this shape, and the accepted tokens by nodes of the best head with one layer: plain, a fixed tree of 60, the law's k,
-and the k that is best by these measurements, which is what the planner looks for.
+and the k that is best by these measurements, which is what the planner looks for. --again prints and plots a result.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from faircopy.drafters.heads import Head, HeadConfig
 from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.networks.scylla import Scylla
 from faircopy.laws.points import TREE, measure_name, read_results
-from faircopy.laws.predict import draft_seconds, tree_shares
+from faircopy.laws.predict import draft_seconds
 from faircopy.laws.timing import level_ms
+from faircopy.laws.trees import small_trees
 from faircopy.model.base import Model
 from faircopy.model.shape import shape_of_config, shape_of_model
 from faircopy.planner import AutoLength
@@ -59,6 +61,11 @@ def passes(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch in args.batches:
         for rows in (n for n in ROWS if n * batch <= args.most):
             yield {"batch": batch, "rows": rows, "ms": timed(model, batch, rows, args.context, args.repeats)}
+
+
+def known_passes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Those of an earlier result, for the same batches."""
+    yield from (row for row in json.loads(args.passes.read_text())["rows"] if row["batch"] in args.batches)
 
 
 def timed(model: Model, batch: int, rows: int, context: int, repeats: int) -> float:
@@ -126,7 +133,7 @@ def accepted_by_nodes(file: Path) -> Curve:
     """Accepted tokens per cycle over nodes, of the best head with one layer; a line between those measured."""
     results = [result for result in read_results([file]) if result.layers == 1]
     most = max(result.accepted(measure_name("tree", TREE, 0.0)) for result in results)
-    return Curve(tuple((nodes, share * most) for nodes, share in sorted(tree_shares(results).items())))
+    return Curve(tuple((nodes, tree(most)) for nodes, tree in small_trees(results).items()))
 
 
 def rates(found: list[dict[str, Any]], law: BatchLaw, level: Curve, accepted: Curve) -> Iterator[dict[str, Any]]:
@@ -176,9 +183,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, default=0.7, help="of the draft tokens that k=auto is tried with")
     parser.add_argument("--accepted", type=Path, help="results of faircopy laws run, for tokens per second")
     parser.add_argument("--plot-rates", type=Path)
+    parser.add_argument("--passes", type=Path, help="a result file whose passes are used instead of timing them again")
+    parser.add_argument("--again", type=Path, help="a result file to print and plot; nothing is measured")
     parser.add_argument("--times", help="write times of a draft's levels by depth to this file")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="of --times")
     args = parser.parse_args(arguments)
+    if args.again:
+        again(args)
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = shape_config(args.shape, **changes)
     if args.costs:
@@ -187,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         found, tables = list(passes_of(kept, args.batches, args.most)), dict.fromkeys(args.batches, kept)
     else:
         model = random_model(config, getattr(torch, args.dtype), torch.device(args.device))
-        shape, found = shape_of_model(model), list(passes(model, args))
+        shape, found = shape_of_model(model), list(known_passes(args) if args.passes else passes(model, args))
         tables = {batch: table_of(found, batch) for batch in args.batches}
     known = named_device(args.gpu if args.device == "cuda" else "cpu")
     roof = Roofline(shape, known, args.context)
@@ -222,10 +238,26 @@ def rates_of(
     table = list(rates(found, law, level, accepted_by_nodes(args.accepted)))
     show_rates(table)
     if args.plot_rates:
-        names = {"plain": "plain", "fixed": "tree of 60", "law": "k by the law", "best": "best k"}
-        lines = {shown: [(row["batch"], row[name]) for row in table if row[name]] for name, shown in names.items()}
-        plot_lines(args.plot_rates, f"{args.shape} on {args.device}", "tokens per second", lines)
+        draw_rates(args.plot_rates, f"{args.shape} on {args.device}", table)
     return table
+
+
+def again(args: argparse.Namespace) -> None:
+    """The tables and plots of a result."""
+    kept = json.loads(args.again.read_text())
+    settings, law = kept["settings"], BatchLaw(**kept["settings"]["roofline"])
+    show_rates(settings["rates"])
+    if args.plot:
+        title = f"{settings['shape']}, {settings['dtype']}, {settings['context']} tokens, {kept['device']}"
+        draw(args.plot, title, settings["free_rows"], law, (settings["acceptance"], settings["auto"]))
+    if args.plot_rates:
+        draw_rates(args.plot_rates, f"{settings['shape']} on {kept['device']}", settings["rates"])
+
+
+def draw_rates(file: Path, title: str, table: list[dict[str, Any]]) -> None:
+    names = {"plain": "plain", "fixed": "tree of 60", "law": "k by the law", "best": "best k"}
+    lines = {shown: [(row["batch"], row[name]) for row in table if row[name]] for name, shown in names.items()}
+    plot_lines(file, title, "tokens per second", lines)
 
 
 def draw(

@@ -8,6 +8,9 @@ Without --given the target (a small Llama) writes the training text and the prom
 text. With --given T counts tokens of raw text, and behind them every head reads the same answers: the target writes
 questions behind its chat template's beginning, and answers them. Prompts that heads are measured on are in the file.
 
+--part 1/3, 2/3 and 3/3 in three processes, each with its own OUT and the same WORK, train a grid on one device sooner:
+trainings of small heads wait for launches. `faircopy laws fit` takes all their files.
+
 OUT/results.jsonl gets a line as each head ends; a run with the same file in OUT goes on behind it. OUT/best is the best
 head so far, and OUT/times.json has the time of a level by layers and rows. Texts are kept in WORK/texts.pt: all heads
 of one results.jsonl must be trained and measured on the same ones.
@@ -32,8 +35,8 @@ from faircopy.drafters.folder import new_head
 from faircopy.drafters.heads import Guess, Head
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, noise_keys
 from faircopy.laws.plan import name_of
-from faircopy.laws.points import grid
-from faircopy.laws.run import GridRun
+from faircopy.laws.points import Point, grid
+from faircopy.laws.run import DEEPER, GridRun
 from faircopy.laws.states import CachedText
 from faircopy.laws.timing import level_times
 from faircopy.model.hidden import stock_token_weights
@@ -102,9 +105,10 @@ class Texts:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._device = args, torch.device(args.device)
-        kept = args.work / "texts.pt"
+        kept, part = args.work / "texts.pt", args.work / "texts.part"
         if not kept.exists():
-            torch.save(self._make(), kept)
+            torch.save(self._make(), part)
+            part.replace(kept)
         self.tokens: dict[str, Any] = torch.load(kept, weights_only=True)
 
     def _make(self) -> dict[str, Any]:
@@ -176,6 +180,20 @@ class Texts:
         return held_out_texts(prompts, rows, teacher, self._device, temperature)
 
 
+def part_of(points: list[Point], part: int, parts: int) -> list[Point]:
+    """One of some parts of about the same cost, in the grid's order; the longest point is in the first one."""
+    costs, mine = [0.0] * parts, set[Point]()
+    for point in sorted(points, key=_cost, reverse=True):
+        least = costs.index(min(costs))
+        costs[least] += _cost(point)
+        mine |= {point} if least == part - 1 else set()
+    return [point for point in points if point in mine]
+
+
+def _cost(point: Point) -> float:
+    return point.tokens * (1 + DEEPER * (point.layers - 1))
+
+
 def compiled(objective: HeadObjective, rows: int, length: int, head: Head) -> HeadObjective:
     """The same loss in one kernel: with a large vocabulary most of a step is reading and writing logits.
 
@@ -208,7 +226,10 @@ def run(args: argparse.Namespace) -> None:
     teacher = Teacher(load_stock(args.target, torch.bfloat16 if cuda else torch.float32, device))
     begin = time.time()
     texts = Texts(args)
-    text = texts.cached("text", teacher, args.smallest << args.doublings)
+    budgets = [args.smallest << n for n in args.budgets]
+    points = grid(args.smallest, args.doublings, args.depths, budgets, range(args.seeds))
+    mine = part_of(points, *args.part)
+    text = texts.cached("text", teacher, max(point.tokens for point in mine))
     assert text is not None
     print(f"texts: {text.windows.numel()} tokens, {time.time() - begin:.1f} s", flush=True)
     held_out = [texts.held_out("greedy", teacher, 0.0), texts.held_out("sampled", teacher, TEMPERATURE)]
@@ -222,11 +243,17 @@ def run(args: argparse.Namespace) -> None:
         head = new_head("scylla", args.target, stock_token_weights(teacher.stock))
         fast = compiled(objective_of(head), args.rows, args.length, head)
         grid_run.prepare = lambda objective: fast
-    budgets = [args.smallest << n for n in args.budgets]
-    points = grid(args.smallest, args.doublings, args.depths, budgets, range(args.seeds))
-    grid_run.run(points, deadline, lambda line: print(f"{time.time() - begin:6.1f} s  {line}", flush=True))
-    rows = level_times(args.target, stock_token_weights(teacher.stock), args.depths, device)
-    write(str(args.out / "times.json"), {"target": grid_run.target}, rows)
+    grid_run.run(points, deadline, lambda line: print(f"{time.time() - begin:6.1f} s  {line}", flush=True), mine)
+    if args.part[0] == 1:
+        rows = level_times(args.target, stock_token_weights(teacher.stock), args.depths, device)
+        write(str(args.out / "times.json"), {"target": grid_run.target}, rows)
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -252,6 +279,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 3, 6])
     parser.add_argument("--budgets", type=int, nargs="+", default=[3, 5], help="doublings at which depths are trained")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", type=_part, default=(1, 1), help="of the grid, such as 2/3")
     parser.add_argument("--new", type=int, default=64, help="tokens behind a prompt")
     parser.add_argument("--prompts-wanted", type=int, default=384)
     parser.add_argument("--own-rows", type=int, default=4096)

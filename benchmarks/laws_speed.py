@@ -3,8 +3,9 @@
 python -m benchmarks.laws_speed --target DIR --given carry/laws.npz --grid $OUT/laws-smollm2 --work /tmp/laws-smollm2 \
     --device cuda --minutes 5 --out $OUT/laws-speed.json
 
-GRID and WORK are the folders of benchmarks.laws. EAGLE-3 is trained on the same text for as many seconds as the best
-head was, its target's passes included (kept in WORK/eagle3). Every drafted text is compared with plain decoding's.
+GRID (one, or those of a grid's parts) and WORK are the folders of benchmarks.laws. EAGLE-3 is trained on the same text
+for as many seconds as the best head was, its target's passes included (kept in WORK/eagle3). Every drafted text is
+compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from faircopy.drafters.folder import load_head, new_head, save_head
 from faircopy.drafters.networks.eagle3 import Eagle3
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.engine import Engine
-from faircopy.laws.points import TREE, measure_name, read_results
+from faircopy.laws.points import TREE, Result, measure_name, read_results
 from faircopy.model.base import Model
 from faircopy.model.hidden import stock_token_weights
 from faircopy.model.loader import load_stock
@@ -39,9 +40,22 @@ NODES = {1: 24, 4: 12, 8: 8, 16: 5, 32: 3, 64: 2}  # of a tree, by batch
 CHAIN = 4  # draft tokens of n-gram
 
 
+def best_of(folder: Path) -> Result:
+    """The head that benchmarks.laws kept in this folder."""
+    return max(read_results([folder / "results.jsonl"]), key=_accepted)
+
+
+def best_folder(folders: list[Path]) -> Path:
+    return max(folders, key=lambda folder: _accepted(best_of(folder)))
+
+
+def _accepted(result: Result) -> float:
+    return result.accepted(measure_name("tree", TREE, 0.0))
+
+
 def train_eagle3(args: argparse.Namespace) -> None:
     """On raw text and answers in the ratio of the best head's stages, one schedule by the clock."""
-    best = max(read_results([args.grid / "results.jsonl"]), key=lambda r: r.accepted(measure_name("tree", TREE, 0.0)))
+    best = best_of(best_folder(args.grid))
     texts = torch.load(args.work / "texts.pt", weights_only=True)
     parts = [texts["text"][: best.tokens], *([texts["answers"]] if "answers" in texts else [])]
     text = torch.cat(parts).to(args.device)
@@ -74,8 +88,10 @@ def engine_for(args: argparse.Namespace, target: Model, drafter: str, batch: int
     config = EngineConfig(k=nodes, max_batch=batch, **options)
     if drafter == "n-gram":
         return build_engine(target, NgramDrafter(config.lookup_min, config.lookup_max), config=config)
-    folder = {"scylla": args.grid / "best", "eagle3": args.work / "eagle3"}.get(drafter)
-    return build_engine(target, draft=None if folder is None else load_head(str(folder), target), config=config)
+    if drafter == "plain":
+        return build_engine(target, config=config)
+    folder = args.work / "eagle3" if drafter == "eagle3" else best_folder(args.grid) / "best"
+    return build_engine(target, draft=load_head(str(folder), target), config=config)
 
 
 def measured(args: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
@@ -102,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--given", type=Path, required=True)
-    parser.add_argument("--grid", type=Path, required=True)
+    parser.add_argument("--grid", type=Path, nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", default="laws-speed.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))

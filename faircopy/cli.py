@@ -281,7 +281,8 @@ def batch(
     make = partial(_llm, target, draft, k, max_batch=batch, drafter_per_request=True, **options)
     with exclusive("--out", out):  # of two runs at once, both would answer what is missing
         file = BatchFile(requests, out)
-        if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name)):
+        devices = tensor_parallel * pipeline_parallel
+        if not run(file, answers_of(file, make, 2 * batch, replicas if ray else None, name, devices)):
             raise typer.Exit(1)
 
 

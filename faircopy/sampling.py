@@ -17,7 +17,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.filters import Filter, exclude
-from faircopy.kernels.gumbel import BROKEN, gumbel_argmax
+from faircopy.kernels.gumbel import BROKEN, gumbel_argmax, with_noise
 from faircopy.kernels.transfer import sent
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
@@ -83,8 +83,25 @@ def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 def _draw(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """Changes the scores."""
-    keys = sent([rng.signed(row.key) for row in rows], torch.int64, scores.device)
-    return gumbel_argmax(filtered(scores, rows), keys)
+    return gumbel_argmax(filtered(scores, rows), _noise_keys(rows, scores.device))
+
+
+def _noise_keys(rows: Seq[SamplingRow], device: torch.device) -> Tensor:
+    return sent([rng.signed(row.key) for row in rows], torch.int64, device)
+
+
+def noisy(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """Adjusted scores; of rows that draw, filtered, over the temperature and with noise: the best is what they draw.
+
+    Minus infinity excludes a token.
+    """
+    scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
+    drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if not drawn:
+        return scores
+    where, drawing = sent(drawn, torch.int64, scores.device), [rows[i] for i in drawn]
+    found = with_noise(filtered(scores[where], drawing), _noise_keys(drawing, scores.device))
+    return found if len(drawn) == len(rows) else scores.index_copy(0, where, found)
 
 
 def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filter]]:

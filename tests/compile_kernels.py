@@ -54,10 +54,11 @@ STREAM = {
     "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
 }  # fmt: skip
 PIPELINED = {
-    "BN": 256, "BK": 64, "STAGES": 4, "GROUPS": 2, "APART": False, "GATE": "none", "BIASED": False, "ROWS": 64,
+    "BN": 128, "BK": 64, "STAGES": 6, "GROUPS": 4, "GATE": "none", "BIASED": False, "ROWS": 64, "WIDTH": 128,
     "ABREAST": 8, "PDL": True, "bias": None,
 }  # fmt: skip
-PIPELINE_TYPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128), "stash": "*fp32"}
+BROAD = PIPELINED | {"BN": 256, "STAGES": 4, "GROUPS": 1}
+PIPELINE_TYPES = {"w": described(128, 64), "x": described(64, 64), "out": described(64, 128)}
 PENDING_NORM = {
     "R": 1, "N": 4096, "BLOCK": 4096, "PARTS": 4, "AFTER": False, "WATCH": True, "BN": 64, "BK": 64, "TILE": 8,
     "STAGES": 12, "GATE": "silu", "BIASED": False, "PDL": True, "after": None, "bias": None,
@@ -70,6 +71,7 @@ HOPPER_ALONE = (
     (pending_norm._normed_stream, PENDING_NORM, PENDING_NORMS, {}),
     (pending_norm._add_norm, NORM, PENDING_NORMS, {}),
     (pipelined._pipelined, PIPELINED, PIPELINE_TYPES, {}),
+    (pipelined._pipelined, BROAD, PIPELINE_TYPES | {"w": described(256, 64)}, {}),
     (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
     (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),

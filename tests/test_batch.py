@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from faircopy import LLM, SamplingParams, bundled, cli
 from faircopy.errors import ConfigError, OutputError, RankError
 from faircopy.files import exclusive
+from faircopy.server.endpoints import _fingerprint as fingerprint
 from faircopy.server.offline import Offline
 from faircopy.terminal.batch import Answers
 from faircopy.terminal.batch import run as batch_run
@@ -122,6 +123,14 @@ def test_a_killed_batch_goes_on_with_nothing_twice_and_nothing_lost(tmp_path: Pa
     assert run(requests, out).exit_code == 0 and len(read(out)) == 64  # nothing is left to do
 
 
+def test_requests_that_come_while_a_run_works_are_left_to_the_next_one(tmp_path: Path) -> None:
+    lines = stories(3, 4)
+    requests = write(tmp_path / "in.jsonl", lines[:2])
+    file = BatchFile(requests, tmp_path / "out.jsonl")
+    write(requests, lines)
+    assert [line["custom_id"] for line in file.missing()] == ["r0", "r1"] and file.total == 2
+
+
 def texts(answers: list[dict[str, Any]]) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
 
@@ -157,8 +166,9 @@ def test_what_the_engine_failed_at_is_answered_by_the_next_run(tmp_path: Path) -
 def test_answers_to_a_request_that_has_changed_or_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
     lines, out = [request("a", prompt=[1], max_tokens=2), request("b", prompt=[2], max_tokens=2)], tmp_path / "out"
 
-    def answered(requests: list[dict[str, Any]], **options: Any) -> bool:
-        llm = LLM(TableModel(**options), tokenizer=ByteTokenizer(), cache_memory="1MiB", drafter_per_request=True)
+    def answered(requests: list[dict[str, Any]], config: dict[str, Any] | None = None, **options: Any) -> bool:
+        config = {"cache_memory": "1MiB", "drafter_per_request": True, **(config or {})}
+        llm = LLM(TableModel(**options), tokenizer=ByteTokenizer(), **config)
         llm.model.name = f"table {options}"
         return batch_run(
             BatchFile(write(tmp_path / "in.jsonl", requests), out), lambda lines: Offline(llm).answers(lines, 2)
@@ -169,6 +179,8 @@ def test_answers_to_a_request_that_has_changed_or_of_another_model_are_not_mixed
         answered([request("a", prompt=[1], max_tokens=3), lines[1]])
     with pytest.raises(ConfigError, match="another target"):
         answered(lines, context=99)
+    with pytest.raises(ConfigError, match="order of sums"):
+        answered(lines, {"k_groups": True})
     assert answered(lines) and len(read(out)) == 2
 
 
@@ -220,3 +232,21 @@ def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, conten
     with pytest.raises(ConfigError, match="not an answer of a batch"):
         BatchFile(requests, other)
     assert other.read_text() == content + ending
+
+
+def test_ranks_are_no_part_of_what_decides_the_tokens() -> None:
+    """A file that was begun on two ranks may be finished on four, or by one process with the same order of sums."""
+    found = {}
+    for name, backend, options in (
+        ("one", "eager decoder", {}),
+        ("stages", "eager decoder, pipeline of 2", {}),
+        ("one, grouped", "eager decoder, sums in K groups, 1 rank", {"k_groups": True}),
+        ("two, grouped", "eager decoder, sums in K groups, 2 ranks", {"k_groups": True}),
+        ("inexact", "eager decoder", {"exact": False}),
+        ("rejection", "eager decoder", {"verifier": "rejection"}),
+    ):
+        llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB", **options)  # type: ignore[arg-type]
+        llm.model.backend = backend
+        found[name] = fingerprint(llm)
+    assert found["one"] == found["stages"] and found["one, grouped"] == found["two, grouped"]
+    assert len(set(found.values())) == 4

@@ -593,6 +593,29 @@ def test_chains_are_drafted_with_the_requests_filters(graphs: bool) -> None:
         assert found[0] == found[1] and sum(found[0][1]) > 20
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_sampled_requests_get_trees_with_their_noise(graphs: bool) -> None:
+    """Forks are drafted and accepted, more tokens are right than of chains, and the text is plain decoding's."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    model = fused(str(bundled.target()))
+    params = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
+    requests = [Request(tuple(range(900, 900 + 7 * n)), params, n) for n in range(1, 5)]
+    plain = run(build_engine(model, config=EngineConfig(cache_memory="64MiB", graphs=False), suite=TWINS), requests)
+    accepted = []
+    for rule in (None, Tree):
+        head = load_head(bundled.named("clover"), load(str(bundled.target())))
+        head.tree = rule or head.tree  # type: ignore[method-assign]
+        config = EngineConfig(cache_memory="64MiB", k=12, graphs=graphs, max_batch=8)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS)
+        seqs = run(engine, requests)
+        assert [seq.output for seq in seqs] == [seq.output for seq in plain]
+        accepted.append(sum(seq.accepted for seq in seqs) / sum(seq.steps for seq in seqs))
+    assert accepted[0] > accepted[1] > 0.5
+
+
 def test_accepted_paths_are_moved_into_line() -> None:
     """The bundled head and its target, trees in captured steps: forks are accepted, and what follows is right."""
     pytest.importorskip("triton")

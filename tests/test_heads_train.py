@@ -197,6 +197,8 @@ def test_prompts_are_answered_by_the_target_once(target: str, tmp_path: Path, mo
     assert corpus(target, [file], how, tmp_path / "tokens.npy").tolist() == tokens
     monkeypatch.setattr(LLM, "generate", lambda *args: pytest.fail("answered twice"))
     assert corpus(target, [file], how, tmp_path / "tokens.npy").tolist() == tokens
+    (tmp_path / "tokens.json").write_text('{"ke')  # a kill cut it
+    assert corpus(target, [other], how, tmp_path / "tokens.npy").tolist() != tokens
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import laws as laws_benchmark
 from faircopy import LLM, CheckpointError, ConfigError, bundled, cli
+from faircopy.answers import Answer, Completion
 from faircopy.config import EngineConfig
 from faircopy.costs import Curve
 from faircopy.draft_length import BatchLength
@@ -24,9 +28,12 @@ from faircopy.laws import report as laws_report
 from faircopy.laws.acceptance import HeldOutTexts, held_out_texts, measure, noise_keys
 from faircopy.laws.costs import Serving, costs_for
 from faircopy.laws.fit import Law
+from faircopy.laws.plan import GridPlan, name_of
+from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
-from faircopy.laws.predict import Costs, parse_time, predict, tree_shares
+from faircopy.laws.predict import Costs, parse_time, predict, training_seconds
 from faircopy.laws.run import GridRun
+from faircopy.laws.trees import SmallTree, small_trees
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
 from faircopy.types import Request, SamplingParams, Sequence
@@ -126,6 +133,11 @@ LOG = Law("log", 1.5, 0.3, 0.5)
 POWER = Law("power", 4.0, 2.0, 0.3, exponent=0.4)
 
 
+def test_a_target_in_the_present_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name_of(".") == tmp_path.name == name_of(str(tmp_path)) and name_of("Qwen/Qwen3-8B") == "Qwen3-8B"
+
+
 def test_a_grid_begins_with_the_text_then_depths_then_seeds() -> None:
     assert POINTS[:8] == [Point(1 << n) for n in range(18, 26)]
     assert {point.layers for point in POINTS[8:16]} == {2, 3, 4, 6} and len(POINTS) == 20
@@ -159,28 +171,57 @@ def costs(draft: float) -> Costs:
 
 def test_predictions_weigh_what_a_head_costs() -> None:
     results = results_of(LOG, POINTS)
-    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
-    assert set(shares) == {0, 4, 16, 60} and shares[4] == pytest.approx(0.5, abs=0.05)
-    free, dear, useless = (predict(fits, shares, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    assert set(trees) == {0, 4, 16, 60} and 0 < trees[4](3.0) < trees[16](3.0) < trees[60](3.0) == pytest.approx(3.0)
+    free, dear, useless = (predict(fits, trees, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
     assert free.point.layers == 6 and free.nodes == 60
     assert dear.point.layers == 1 and dear.draft_share > 0.3
     assert useless.nodes == 0 and useless.rate == pytest.approx(1000)
     assert free.rate_interval.low < free.rate < free.rate_interval.high
-    crowded = predict(fits, shares, costs(1e-9), 64, 8.0, True)
+    crowded = predict(fits, trees, costs(1e-9), 64, 8.0, True)
     assert crowded.best.nodes < 60 and crowded.plain == pytest.approx(64e3)
+
+
+def test_the_second_stage_is_part_of_the_budget(tmp_path: Path) -> None:
+    """Training takes 1e-6 seconds a token and layer here, and T counts the first stage's tokens alone."""
+    results = [replace(result, answers=1 << 20) for result in results_of(LOG, POINTS)]
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"rows": [{"layers": 1, "rows": rows, "ms": 1e-6 * rows} for rows in (8, 1)]}))
+    known, _ = costs_for(Serving(bundled.target(), 64, (1,), "h200", times=times), results)
+    assert known.answers == 1 << 20 and known.level[1](4) == pytest.approx(4e-9)
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    given = replace(costs(1e-9), answers=1 << 20)
+    assert predict(fits, trees, given, 1, 8.0, True).candidates[0].point.tokens == 8_000_000 - (1 << 20)
+    instant = [replace(result, train_seconds=0.0) for result in results]
+    assert training_seconds(instant)(1) > 0
 
 
 def test_no_more_tokens_are_accepted_than_drafted() -> None:
     fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
-    best = predict(fits, {2: 0.9}, costs(1e-9), 1, 1e6, True).best
-    assert fits[0].law(best.point) > 3 and best.accepted == best.accepted_interval.high == 2
+    best = predict(fits, {2: SmallTree(2, 1.0, 0.1)}, costs(1e-9), 1, 1e6, True).best
+    assert fits[0].law(best.point) > 3 and 1.9 < best.accepted <= best.accepted_interval.high < 2
+
+
+def test_small_trees_pass_through_what_was_measured() -> None:
+    """The power is fitted to two heads. Better ones fill small trees, worse ones keep the share of the worse one."""
+    results = results_of(LOG, POINTS[:2])
+    for result, (large, small) in zip(results, ((3.876, 1.27), (4.925, 1.449)), strict=True):
+        result.measures.update({MAIN: counted(large), "tree 2, T=0": counted(small)})
+    two = small_trees(results)[2]
+    assert [two(3.876), two(4.925)] == pytest.approx([1.27, 1.449], abs=1e-6)
+    assert 1.7 < two(6.4) < 1.8 and two(7.0) > 1.95 and two(0.0) == 0.0
+    assert two(1.938) == pytest.approx(1.27 / 2) and small_trees(results)[60](4.2) == pytest.approx(4.2)
+
+
+def counted(accepted: float) -> dict[str, list[int]]:
+    return {"tokens": [round(1000 * accepted)], "cycles": [1000]}
 
 
 def test_predictions_say_when_they_extrapolate() -> None:
     results = results_of(LOG, POINTS)
-    fits, shares = laws_report.report(results, MAIN).plausible, tree_shares(results)
-    assert predict(fits, shares, costs(1e-9), 1, 8.0, True).best.warnings == ()
-    warnings = predict(fits, shares, costs(1e-9), 1, 1e6, False).best.warnings
+    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    assert predict(fits, trees, costs(1e-9), 1, 8.0, True).best.warnings == ()
+    warnings = predict(fits, trees, costs(1e-9), 1, 1e6, False).best.warnings
     assert "another target" in warnings[0] and "times the largest measured" in warnings[1]
 
 
@@ -205,6 +246,43 @@ def test_a_cut_line_is_left_out_and_a_foreign_file_refused(tmp_path: Path) -> No
         read_results([file])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": 0},
+        {"tokens": math.inf},
+        {"tokens": "many"},
+        {"layers": 0},
+        {"measures": []},
+        {"measures": {MAIN: {"tokens": [1]}}},
+        {"measures": {MAIN: {"tokens": [1], "cycles": [1, 1]}}},
+        {"measures": {MAIN: {"tokens": [0], "cycles": [0]}}},
+    ],
+    ids=str,
+)
+def test_a_result_that_no_law_can_be_fitted_to_is_refused_by_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    file = tmp_path / "results.jsonl"
+    for result in results_of(LOG, POINTS[:2]):
+        append_result(file, result)
+    append_result(file, replace(result, **wrong))
+    with pytest.raises(CheckpointError, match=r"results\.jsonl:3.*laws run"):
+        read_results([file])
+
+
+def test_texts_that_end_before_a_draft_does_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., str]
+) -> None:
+    """A would be 0 however good a head is."""
+    monkeypatch.setattr(LLM, "generate", lambda llm, prompts, params: [Answer(p, p, [short]) for p in prompts])
+    monkeypatch.setattr(LLM, "encode", lambda llm, text: [1, 2, 3])
+    short = Completion("", [5] * 7, "stop", 0, 0, 1, 0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    plan = GridPlan(target=checkpoint("llama"), data=[], prompts=[prompts], out=tmp_path, seconds=1.0, device="cpu")
+    with pytest.raises(ConfigError, match=r"--prompts.*7 tokens or fewer"):
+        written_texts(plan)
+
+
 def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> None:
     known = [replace(result, settings={"lr": 1e-3}) for result in results_of(LOG, POINTS[:3])]
     refuse_other_settings(Path("grid"), known, {"lr": 1e-3, "rows": 4})
@@ -215,13 +293,43 @@ def test_heads_that_were_trained_or_measured_otherwise_are_not_mixed_in() -> Non
         laws_report.report([*known, replace(known[0], measures=fewer)], MAIN)
 
 
+def test_files_of_two_grids_are_not_one_law() -> None:
+    known = [replace(result, settings={"lr": 1e-3}) for result in results_of(LOG, POINTS)]
+    assert laws_report.one_target(known) == known
+    for results, problem in (
+        ([], "no results"),
+        ([*known, known[3]], "more than once"),
+        ([*known, replace(known[3], seed=9, settings={"lr": 2e-3})], "lr = 0.001 and 0.002"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            laws_report.one_target(results)
+    with pytest.raises(ConfigError, match="no measure that every head has"):
+        laws_report.measures_of([*known, replace(known[3], seed=9, measures={})])
+    with pytest.raises(ConfigError, match="no heads of one layer"):
+        laws_report.report([result for result in known if result.layers > 1], MAIN)
+
+
+def test_a_depth_is_not_predicted_from_one_layer() -> None:
+    results = results_of(LOG, [*POINTS[:8], Point(1 << 20, 4)])
+    assert {check.point.layers for check in laws_report.report(results, MAIN).checks} == {1}
+
+
+def test_a_fit_of_few_points_is_json() -> None:
+    entry = laws_report.as_json(laws_report.report(results_of(LOG, POINTS[:4]), MAIN))
+    assert json.loads(json.dumps(entry, allow_nan=False))["one layer"]["power"]["aic"] is None
+
+
 def test_a_head_without_an_accepted_token_says_nothing_of_smaller_trees() -> None:
     results = results_of(LOG, POINTS[:3])
     nothing = {name: {"tokens": [0], "cycles": [9]} for name in (MAIN, "tree 4, T=0")}
-    assert tree_shares([*results, replace(results[0], measures=nothing)]) == tree_shares(results)
+    assert small_trees([*results, replace(results[0], measures=nothing)]) == small_trees(results)
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', '{"rows": [{"x": 1}]}', "nothing"])
+NO_PASSES = '{"rows": [{"target": [], "draft": [], "stepped": false, "steps": [], "layers": 1, "rows": 1, "ms": -1}]}'
+NO_ROWS = '{"rows": [{"layers": 1, "rows": 0, "ms": 1.0}]}'
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', '{"rows": [{"x": 1}]}', "nothing", NO_PASSES, NO_ROWS])
 def test_files_of_costs_and_times_that_cannot_be_used_are_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)
@@ -279,6 +387,15 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
         assert "D = 9 was not measured" in found["by_layers"][1]["extrapolates"]
     assert call(monkeypatch, "predict", file, "--target-name", "other") == 2
     assert "results are of bundled" in capsys.readouterr().err
-    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan"):
+    for wrong in ("--length 8", "--length 512", "--new 7", "--new 600", "--lr nan", "--smallest 200"):
         assert call(monkeypatch, *run, *wrong.split()) == 2
         assert wrong.split()[0] in capsys.readouterr().err
+
+
+def test_parts_of_a_grid_hold_each_point_once_and_cost_about_the_same() -> None:
+    points = grid(1 << 18, 7, [1, 2, 4, 3, 6], [1 << 21, 1 << 23], range(3))
+    parts = [laws_benchmark.part_of(points, part, 3) for part in (1, 2, 3)]
+    assert sorted(map(str, chain(*parts))) == sorted(map(str, points))
+    costs = [sum(map(laws_benchmark._cost, part)) for part in parts]
+    assert max(costs) < 1.05 * min(costs)
+    assert max(points, key=laws_benchmark._cost) in parts[0]

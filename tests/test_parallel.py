@@ -5,15 +5,18 @@ The processes are started once and load many models.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
 from subprocess import PIPE
@@ -29,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from faircopy import LLM, SamplingParams, build
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
-from faircopy.errors import ConfigError, RankError, UnsupportedModel
+from faircopy.errors import ConfigError, FaircopyError, RankError, UnsupportedModel
 from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
@@ -387,6 +390,31 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(
         llm.generate(prompts)
 
 
+class HalfGroup(Group):
+    """Rank 0 of two; the other one has died."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.device, self.models, self._failed = 0, 2, CPU, 0, None
+        self.closed: list[bool] = []
+        self.close = lambda: self.closed.append(True)
+
+    def post(self, message: Any) -> None:
+        """Nobody reads it."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise self.fail(1, "its process ended with status 1")
+
+
+def test_a_rank_that_cannot_load_its_share_ends_the_loading(folder: Callable[..., str], tmp_path: Path) -> None:
+    """Not the first request; and if rank 0 is the one, the others do not stay behind it, with their memory."""
+    other, own = HalfGroup(), HalfGroup()
+    with pytest.raises(RankError, match="rank = 1: its process ended with status 1"):
+        Pipeline(other, Load(folder("deep"), torch.float32, True, 1, pipeline=True))
+    with pytest.raises(FaircopyError) as raised:
+        Pipeline(own, Load(str(tmp_path), torch.float32, True, 1, pipeline=True))
+    assert other.closed and own.closed and not isinstance(raised.value, RankError)
+
+
 @pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("kind", [ParallelModel, Pipeline])
 def test_an_interrupt_ends_the_call_and_the_next_one_works(
@@ -428,6 +456,23 @@ def test_a_second_interrupt_ends_a_pass_at_once() -> None:
         with pytest.raises(RankError), uninterrupted():
             signal.raise_signal(signal.SIGINT)
             raise RankError("rank", 1, "it has ended", "look")
+
+
+def test_a_second_interrupt_ends_a_wait_for_another_rank() -> None:
+    """Python calls no handler while its main thread waits in gloo, or here in the system's poll."""
+    reader, writer = os.pipe()
+    wait = ctypes.CDLL(None).poll
+    asked = (ctypes.c_int * 2)(reader, select.POLLIN)
+
+    def press_twice() -> None:
+        for _ in range(2):
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    give_up = partial(os.write, writer, b"the ranks end")
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt), uninterrupted(give_up):
+        threading.Thread(target=press_twice).start()
+        assert wait(asked, 1, 10_000) == 1, "it waited for its time instead"
+        raise RankError("rank", 1, "it has ended", "look")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import DraftLengths
 from faircopy.model.loader import load_model
+from faircopy.model.trial import plausible
 from faircopy.planner import REFERENCE, Acceptance, AutoLength
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
@@ -308,3 +309,20 @@ def test_a_table_that_is_off_is_found_out() -> None:
         chooser = AutoLength(8, "off", CostTable(Curve(((1, 1.0), (72, 1.1)))))
         tokens, seconds, _ = simulate(chooser, rate, cost, steps=1500, batch=8)
         assert tokens / seconds > 0.98 * plain_rate(cost, 8)
+
+
+def test_a_table_that_says_rows_are_dear_is_put_to_the_test() -> None:
+    """Drafts paid at batch 1; at batch 4 the table forbids them, and nothing else does."""
+
+    def cost(batch: int, k: int) -> float:
+        return 1.0 + 0.1 * k
+
+    chooser = AutoLength(8, "off", CostTable(Curve(((1, 1.0), (7, 1.5), (8, 4.0), (64, 9.0)))))
+    simulate(chooser, 0.7, cost, steps=200, batch=1)
+    tokens, seconds, _ = simulate(chooser, 0.7, cost, steps=100, batch=4)
+    assert tokens / seconds > 1.4 * plain_rate(cost, 4)
+
+
+def test_slow_moments_leave_no_trace_in_a_table() -> None:
+    measured = [(1, 5.0), (2, 1.1), (4, 1.2), (8, 9.0), (16, 9.0), (32, 4.0)]
+    assert plausible(measured) == [(1, 1.1), (2, 1.1), (4, 1.2), (8, 2.4), (16, 4.0), (32, 4.0)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,28 @@ def test_a_serve_config_is_read_as_the_command_lines_options_are(monkeypatch: py
     assert read_options({"engine": {"target": "t"}, "fleet": {"devices": 2}})[2].devices == 2
     for options, named in (
         ({}, "engine.target"),
+        ({"engine": {"target": "t", "max_bach": 1}}, "max_batch"),
         ({"engine": {"target": "t"}, "server": {"max_qeue": 1}}, "max_queue"),
         ({"engine": {"target": "t"}, "fleet": {"replica": 1}}, "replicas"),
         ({"engin": {}}, "engine"),
     ):
         with pytest.raises(ValueError, match=named):
             read_options(options)
+
+
+def test_the_deployments_that_come_along_are_what_ray_serve_and_we_accept() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="faircopy[ray] is not installed")
+    yaml = pytest.importorskip("yaml")
+    from faircopy.ray.deployment import read_options
+
+    folder = Path(__file__).parents[1] / "deploy" / "ray"
+    cluster = yaml.safe_load((folder / "kuberay.yaml").read_text())
+    for text in ((folder / "serve_config.yaml").read_text(), cluster["spec"]["serveConfigV2"]):
+        (application,) = schema.ServeDeploySchema(**yaml.safe_load(text)).applications
+        module, _, name = application.import_path.partition(":")
+        assert callable(getattr(import_module(module), name))
+        _, _, fleet = read_options(application.args)
+        assert fleet.max_replicas == cluster["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplicas"]
 
 
 def test_a_replica_whose_engine_has_ended_fails_its_health_check() -> None:
@@ -130,6 +147,56 @@ def test_a_replica_ends_when_its_engine_does_before_a_client_hears_of_it(monkeyp
     assert not any(b"error" in piece for piece in seen[1:])  # the head comes first, if anything does
 
 
+class Handle:
+    """One replica's answers, as Ray Serve's handle gives them."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica, self.answer = replica, self
+
+    def options(self, stream: bool) -> Handle:
+        return self
+
+    def remote(self, **arguments: Any) -> Handle:
+        self._pieces = self._replica.answer(**arguments)
+        return self
+
+    def __aiter__(self) -> Any:
+        return self._pieces
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_its_replicas_headers(stream: bool) -> None:
+    """Without those of CORS a browser does not show it to the page that asked."""
+    pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
+    from starlette.requests import Request
+
+    from faircopy.ray.asgi import _scope
+    from faircopy.ray.deployment import Ingress, Replica
+    from faircopy.server.settings import ServerConfig
+
+    body = json.dumps({"prompt": [1], "max_tokens": 3, "stream": stream}).encode()
+    asked = _scope("POST", "/v1/completions", [(b"content-type", b"application/json"), (b"origin", b"https://a.page")])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def run() -> Any:
+        llm = LLM(TableModel(), tokenizer=ByteTokenizer(), cache_memory="1MiB")
+        replica = Replica(lambda: llm, ServerConfig(cors=("https://a.page",)))
+        answer = await Ingress(Handle(replica))(Request(asked, receive))
+        if stream:
+            assert [piece async for piece in answer.body_iterator][-1] == b"data: [DONE]\n\n"
+        await replica._service.stop()
+        return answer.headers
+
+    headers = asyncio.run(run())
+    assert headers["access-control-allow-origin"] == "https://a.page" and headers["x-request-id"]
+    assert headers["content-type"].startswith("text/event-stream" if stream else "application/json")
+
+
 def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
     pytest.importorskip("ray.serve", reason="faircopy[ray] is not installed")
     from faircopy.ray.deployment import _joined
@@ -144,6 +211,34 @@ def test_a_stream_that_no_replica_can_finish_ends_with_an_error() -> None:
 
     *_, error, done, _ = asyncio.run(run()).split(b"\n\n")
     assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "overloaded_error" and done == b"data: [DONE]"
+
+
+@pytest.mark.parametrize(("known", "wanted"), [({"GPU": 8.0}, {"num_gpus": 4, "num_cpus": 0}), ({}, {"num_cpus": 1})])
+def test_an_engine_of_a_batch_has_a_device_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: dict[str, float], wanted: dict[str, int]
+) -> None:
+    pytest.importorskip("ray.data", reason="faircopy[ray] is not installed")
+    from faircopy.ray import batch
+
+    given: dict[str, Any] = {}
+
+    class Lines:
+        def map_batches(self, kind: type, **options: Any) -> Lines:
+            given.update(options)
+            return self
+
+        def iter_rows(self) -> list[dict[str, str]]:
+            return [{"answer": "{}"}]
+
+    monkeypatch.setattr(batch.ray, "init", lambda **options: None)
+    monkeypatch.setattr(batch.ray, "put", lambda value: value)
+    monkeypatch.setattr(batch.ray, "cluster_resources", lambda: known)
+    monkeypatch.setattr(batch.ray.data, "read_text", lambda *args, **options: Lines())
+
+    async def run() -> list[Any]:
+        return [one async for one in batch.answers(tmp_path, frozenset(), LLM, 8, 2, None, devices=4)]
+
+    assert asyncio.run(run()) == [{}] and given.items() >= wanted.items()
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +335,7 @@ def test_a_batch_on_several_engines_gives_what_one_gives(fleet: Any, tmp_path: P
 
     lines = [{"custom_id": f"r{n}", "url": "/v1/completions", "body": {**body(n), "max_tokens": 8}} for n in range(12)]
     requests = tmp_path / "in.jsonl"
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests.write_text("\ufeff" + "".join(json.dumps(line) + "\n" for line in lines))
 
     async def run() -> dict[str, str]:
         make = partial(LLM, bundled.target(), drafter_per_request=True, **ENGINE)

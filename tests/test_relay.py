@@ -94,6 +94,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "The sun", "max_tokens": 20, "seed": 7, "logprobs": 1, "echo": True, "min_tokens": 12}),
     (COMPLETIONS, {"prompt": "A", "seed": 1, "max_tokens": 40, "structured_outputs": {"regex": "[a-z ]{9,30}"}}),
     (CHAT, {"messages": HELLO, "max_tokens": 24, "seed": 2, "repetition_penalty": 1.2}),
+    (CHAT, {"messages": HELLO, "n": 3, "max_tokens": 6, "seed": 2, "logprobs": True}),
     (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 40}),
 ]  # fmt: skip
 
@@ -151,6 +152,26 @@ def test_a_slow_answer_is_hedged() -> None:
         return [piece async for piece in relay.hedged({"prompt": "x"}, send, 0.05)]
 
     assert asyncio.run(run()) == [b"from 1"] and len(asked) == 2 and sorted(closed) == [0, 1]
+
+
+def test_a_hedge_that_is_refused_costs_nothing() -> None:
+    """The first replica is slow, not lost: its answer is waited for."""
+    refused, asked = asyncio.Event(), []
+
+    async def send(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        asked.append(body)
+        if len(asked) == 2:
+            refused.set()
+            raise relay.ReplicaLost("busy")
+        await refused.wait()
+        for _ in range(20):  # turns of the event loop, in which the refusal is noticed
+            await asyncio.sleep(0)
+        yield b"from 0"
+
+    async def run() -> list[bytes]:
+        return [piece async for piece in relay.hedged({"prompt": "x"}, send, 0.0)]
+
+    assert asyncio.run(run()) == [b"from 0"] and len(asked) == 2
 
 
 def test_an_application_is_called_without_a_network() -> None:

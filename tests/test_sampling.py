@@ -11,7 +11,7 @@ from faircopy import rng
 from faircopy.errors import RequestError
 from faircopy.kernels.filters import Filter, exclude, mass
 from faircopy.kernels.gumbel import BROKEN
-from faircopy.sampling import SamplingRow, choose, filtered, logprobs, probabilities
+from faircopy.sampling import SamplingRow, choose, filtered, logprobs, noisy, probabilities
 from faircopy.testing import TableModel, plain_choice, plain_scores
 from faircopy.types import Request, SamplingParams, Sequence
 from tests.helpers import engine_of, run
@@ -246,3 +246,20 @@ def test_filters_at_extreme_temperatures(temperature: float) -> None:
 def test_a_filter_that_is_off_excludes_nothing() -> None:
     assert not Filter.of(0.7, 0, 1.0, 0.0).active
     assert kept_tokens(torch.randn(50), Filter.of(0.7, 0, 1.0, 0.0)) == set(range(50))
+
+
+def test_scores_with_noise_are_best_where_the_token_is_drawn() -> None:
+    wanted = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.5, top_k=5, repetition_penalty=1.3),
+        SamplingParams(temperature=0.6, top_p=0.7, logit_bias={3: 4.0}),
+        SamplingParams(frequency_penalty=2.0),
+    ]
+    for seed in range(8):
+        logits = torch.randn(len(wanted), 300, generator=torch.Generator().manual_seed(seed))
+        rows = [
+            SamplingRow(Sequence(n, Request((5, 7, 9), params, seed), [5, 7, 9]), (n, 3))
+            for n, params in enumerate(wanted)
+        ]
+        assert noisy(logits, rows).argmax(-1).tolist() == choose(logits, rows)

@@ -51,9 +51,10 @@ def candidates(rows: int, groups: int) -> list[Tile]:
     """Tiles worth trying for this many rows; narrow ones for devices that do not stream few rows."""
     if rows <= STREAMED:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
-    known = _WIDE + (_PIPELINED if hopper(torch.device("cuda")) else [])
+    known = _WIDE + (_PIPELINED[int(groups > 1) :] if hopper(torch.device("cuda")) else [])  # 256 columns: one group
     fitting = [tile for tile in known if _waste(tile, rows) < 1.5]
-    return fitting + [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART]
+    parted = [tile for tile in fitting if groups > 1 and rows <= APART and not tile.pipelined]
+    return fitting + [replace(tile, apart=True) for tile in parted]
 
 
 def _waste(tile: Tile, rows: int) -> float:

@@ -14,13 +14,12 @@ from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
-from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
 from faircopy.model.trial import CachedRows, scene
-from faircopy.sampling import SamplingRow, adjusted, choose
+from faircopy.sampling import SamplingRow, noisy
 from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
@@ -169,17 +168,11 @@ class HeadDrafter(Drafter):
 
     def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
         """Rows over the head's own cache, or another of its kind."""
-        scale, layout = self._head.config.shape.head_dim**-0.5, layout or self._layout
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return layout.attend(packed, layer, q, k, v, scale).transpose(0, 1)[None]
-
-        return Rows(packed.positions, attend, *((packed, layout) if layout.suite is not None else ()))
+        return rows_over(layout or self._layout, packed, self._head.config.shape.head_dim)
 
     def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
-        """Sampled requests get a chain: the noise picks one token at every place."""
-        return self._head.tree(max_nodes) if seq.params.greedy else Tree(max_nodes)
+        """With rejection sampling sampled requests get a chain, each token of which is drawn."""
+        return Tree(max_nodes) if self._sampled and not seq.params.greedy else self._head.tree(max_nodes)
 
     def _grow(self, growing: list[_GrowingTree], memory: Tensor, drawn: SourceTable | None) -> None:
         """Level by level, all sequences together; drawn: to be told what tokens are drawn from."""
@@ -238,6 +231,16 @@ class _GrowingTree:
     sources: list[int] = field(default_factory=list)  # of a chain, per level, see Sources
 
 
+def rows_over(layout: PagedLayout, packed: Packed, head_dim: int) -> Rows:
+    """Packed rows of a head over a cache of pages."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return layout.attend(packed, layer, q, k, v, head_dim**-0.5).transpose(0, 1)[None]
+
+    return Rows(packed.positions, attend, *((packed, layout) if layout.suite is not None else ()))
+
+
 def _expanded(trees: list[Tree]) -> Draft:
     """The nodes whose children were or are wanted, as a draft of their own."""
     tokens, parents = [], []
@@ -249,25 +252,9 @@ def _expanded(trees: list[Tree]) -> Draft:
 
 
 def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
-    """The best tokens of each row, or the one that the request's noise picks."""
-    offers: list[Offer] = [[] for _ in rows]
-    for greedy, offered in ((True, _best), (False, _drawn)):
-        places = [n for n, row in enumerate(rows) if row.seq.params.greedy == greedy]
-        if places:
-            some = offered(rows_of(logits, places), [rows[n] for n in places])
-            for n, offer in zip(places, some, strict=True):
-                offers[n] = offer
-    return offers
-
-
-def _best(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
-    scores = adjusted(logits, rows) if any(row.seq.adjusts for row in rows) else logits
-    values, ids = torch.log_softmax(scores, -1).topk(min(OFFERED, logits.shape[-1]))
+    """The best tokens of each row, of a sampled request with its noise: the first is the one that it draws."""
+    values, ids = torch.log_softmax(noisy(logits, rows), -1).topk(min(OFFERED, logits.shape[-1]))
     return [
         [(token, value) for token, value in zip(*both, strict=True) if value > -torch.inf]
         for both in zip(ids.tolist(), values.tolist(), strict=True)
     ]
-
-
-def _drawn(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
-    return [[(token, 0.0)] if token != BROKEN else [] for token in choose(logits, rows)]

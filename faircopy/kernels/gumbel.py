@@ -26,11 +26,16 @@ def gumbel_argmax_dense(logits: Tensor, keys: Tensor) -> Tensor:
 
 def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
     """The same tokens as the dense twin, drawing noise only for those that can win."""
+    return with_noise(logits, keys).argmax(-1)
+
+
+def with_noise(logits: Tensor, keys: Tensor) -> Tensor:
+    """Scores with noise of the tokens that can win; minus infinity for the others."""
     best = logits.amax(-1, keepdim=True)
     rows, tokens = (logits >= best - REACH).nonzero(as_tuple=True)
     noisy = torch.full_like(logits, -torch.inf)
     noisy[rows, tokens] = logits[rows, tokens] + gumbel(keys[rows], tokens)
-    return noisy.argmax(-1)
+    return noisy
 
 
 _GOLDEN = 0x9E3779B1 - (1 << 32)

@@ -54,8 +54,7 @@ class Accepted:
 def measure(head: Head, texts: HeldOutTexts, max_nodes: int, chain: bool) -> Accepted:
     """Walk all texts with drafts of at most `max_nodes` nodes; a cycle that could pass a text's end is not counted.
 
-    A chain behind a sampled text is drawn with the text's own noise, as the engine does; a tree offers what the head
-    finds likeliest.
+    Behind a sampled text drafts are made with the text's own noise, as the engine does.
     """
     reading = _Reading(head.eval(), texts)
     levels = min(head.levels, max_nodes)
@@ -63,7 +62,7 @@ def measure(head: Head, texts: HeldOutTexts, max_nodes: int, chain: bool) -> Acc
     tokens, cycles = torch.zeros_like(places), torch.zeros_like(places)
     while len(live := (places + levels < texts.ends).nonzero()[:, 0]):
         trees = batch_trees(Tree(max_nodes) if chain else head.tree(max_nodes), len(live), places.device)
-        _Drafting(reading, live, places[live], sampled=chain and texts.temperature > 0).grow(trees, levels)
+        _Drafting(reading, live, places[live], sampled=texts.temperature > 0).grow(trees, levels)
         accepted = _accepted(*trees.result(), texts.tokens[live], places[live], levels)
         tokens[live] += accepted
         cycles[live] += 1
@@ -134,18 +133,19 @@ class _Drafting:
             rows = self._rows(level + 1, front) if head.deep else None
 
     def _offers(self, logits: Tensor, count: int, level: int) -> tuple[Tensor, Tensor]:
-        """The best tokens of each row [b, F, V], or the one that the text's noise picks."""
+        """The best tokens of each row [b, F, V], of a sampled text with its noise."""
         scores = logits.float()
-        if not self._sampled:
-            values, ids = scores.topk(min(count, scores.shape[-1]), -1)
-            return ids, values - scores.logsumexp(-1, keepdim=True)
+        if self._sampled:
+            scores = self._noisy(scores, level)
+        values, ids = scores.topk(min(count, scores.shape[-1]), -1)
+        return ids, values - scores.logsumexp(-1, keepdim=True)
+
+    def _noisy(self, scores: Tensor, level: int) -> Tensor:
         texts = self._reading.texts
         assert texts.noise is not None, "sampled texts have noise"
         keys = texts.noise[self._live, self._places + 1 + level]
         vocabulary = torch.arange(scores.shape[-1], device=scores.device)
-        noise = gumbel(keys[:, None, None], vocabulary)
-        ids = (scores / texts.temperature + noise).argmax(-1, keepdim=True)
-        return ids, torch.zeros_like(ids, dtype=scores.dtype)
+        return scores / texts.temperature + gumbel(keys[:, None, None], vocabulary)
 
     def _rows(self, level: int, front: Frontier) -> Rows:
         """Positions [b, 1, F] and attention for the frontier: the text up to the place, then each row's own path."""

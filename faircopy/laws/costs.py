@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,9 @@ def costs_for(serving: Serving, results: Sequence[Result]) -> tuple[Costs, bool]
     target, passes = _target(serving, shape, device, model)
     level, levels = _levels(serving, shape, device, model)
     train, training = _training(shape, device, results, same)
-    return Costs(target=target, level=level, train=train, sources=[passes, levels, training]), same
+    answers = max(result.answers for result in results)
+    sources = [passes, levels, training]
+    return Costs(target=target, level=level, train=train, answers=answers, sources=sources), same
 
 
 def _on_paper(serving: Serving) -> bool:
@@ -61,7 +64,7 @@ def _shape(serving: Serving, device: Device) -> ModelShape:
 
 def _target(serving: Serving, shape: ModelShape, device: Device, model: Model | None) -> tuple[Seconds, str]:
     if serving.costs is not None:
-        curve = _from_file(serving.costs, lambda rows: CostTable.of_json(rows[0]).target)
+        curve = _from_file(serving.costs, lambda rows: _checked(CostTable.of_json(rows[0]).target))
         return (lambda seqs, rows: curve(rows)), f"Target's passes: {serving.costs}."
     if model is None:
         roof = Roofline(shape, device, serving.context)
@@ -103,8 +106,16 @@ def _curves(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[int, 
     if not any(found.values()):
         raise ValueError(f"no times of {', '.join(map(str, depths))} layers")
     return {
-        layers: Curve(tuple((row["rows"], 1e-3 * row["ms"]) for row in mine)) for layers, mine in found.items() if mine
+        layers: _checked(Curve(tuple(sorted((row["rows"], 1e-3 * row["ms"]) for row in mine))))
+        for layers, mine in found.items()
+        if mine
     }
+
+
+def _checked(curve: Curve) -> Curve:
+    if not (curve.points and curve.rises and all(0.0 < seconds < math.inf for _, seconds in curve.points)):
+        raise ValueError("not times of passes")
+    return curve
 
 
 def _training(

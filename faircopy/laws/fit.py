@@ -136,11 +136,6 @@ def fit_rows(points: Sequence[Point], rows: Array, form: Form) -> list[Law]:
     return [min(laws, key=lambda law: law.squares) for laws in zip(*solved, strict=True)]
 
 
-def better(results: Sequence[Result], measure: str) -> Fit:
-    """The form with the lower criterion."""
-    return min((fit(results, measure, form) for form in ("log", "power")), key=lambda found: found.law.aic)
-
-
 def _solved(points: Sequence[Point], rows: Array, form: Form, exponent: float) -> list[Law]:
     """All rows with one exponent: they have the same terms."""
     deep = len({point.layers for point in points}) > 1

@@ -19,7 +19,7 @@ from faircopy.laws.acceptance import HeldOutTexts, held_out_texts
 from faircopy.laws.points import CHAIN, Point, Result, grid
 from faircopy.laws.run import GridRun
 from faircopy.laws.states import CachedText
-from faircopy.llm import LLM
+from faircopy.llm import LLM, Answer
 from faircopy.model.loader import find_checkpoint, load_config, load_stock
 from faircopy.model.transformers_backend import context_length
 from faircopy.train.corpus import Answering, corpus, read_documents
@@ -63,9 +63,10 @@ class GridPlan:
         self._check_context()
         if not self.depths or min(self.depths) < 1:
             raise ConfigError("--layers", list(self.depths), "not numbers of layers", "use 1 or more")
-        if self.smallest < self.rows * self.length:
-            problem = f"less than one batch of {self.rows} x {self.length}"
-            raise ConfigError("--smallest", self.smallest, problem, "raise it, or lower --rows")
+        batch = self.rows * self.length
+        if self.smallest % batch:  # T would not be what a head reads
+            problem, whole = f"no whole batches of {self.rows} x {self.length}", max(1, self.smallest // batch) * batch
+            raise ConfigError("--smallest", self.smallest, problem, f"use {whole}, or lower --rows")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,7 +106,7 @@ def run_plan(plan: GridPlan, tell: Callable[[str], None] = print) -> list[Result
 
 def name_of(target: str) -> str:
     """A target's name in results: its folder's, or "bundled"."""
-    return "bundled" if target == bundled.target() else Path(target).name
+    return "bundled" if target == bundled.target() else Path(target).absolute().name
 
 
 def points_of(plan: GridPlan, tokens: int) -> list[Point]:
@@ -146,12 +147,20 @@ def _written(plan: GridPlan) -> list[tuple[list[list[int]], list[list[int]], flo
     for temperature in TEMPERATURES:
         params = [SamplingParams(max_tokens=plan.new, temperature=temperature, seed=n) for n in range(len(asked))]
         answers = llm.generate(asked, params)
+        _refuse_short(plan, answers)
         found.append((asked, [a.prompt_token_ids + a.token_ids for a in answers], temperature))
     del llm
     gc.collect()  # the engine's pages make room for the states
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found
+
+
+def _refuse_short(plan: GridPlan, answers: Sequence[Answer]) -> None:
+    """Texts that end before a draft does measure nothing."""
+    if max(len(answer.token_ids) for answer in answers) <= CHAIN:
+        problem = f"the target writes {CHAIN} tokens or fewer behind each of them"
+        raise ConfigError("--prompts", [str(file) for file in plan.prompts], problem, "pass others, or use --chat")
 
 
 def _held_out(

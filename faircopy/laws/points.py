@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,9 +95,20 @@ def _read(path: Path) -> list[Result]:
 
 def _result(line: str, place: str) -> Result:
     try:
-        return Result(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        result = Result(**json.loads(line))
+        _check(result)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(place, error) from error
+    return result
+
+
+def _check(result: Result) -> None:
+    """Refuse numbers that no law can be fitted to."""
+    if not (1 <= result.tokens < math.inf and 1 <= result.layers < math.inf):
+        raise ValueError(f"T = {result.tokens}, D = {result.layers}")
+    for name, found in result.measures.items():
+        if len(found["tokens"]) != len(found["cycles"]) or not sum(found["cycles"]) > 0 <= sum(found["tokens"]):
+            raise ValueError(f"{name!r} is not measured")
 
 
 def _unreadable(place: str, error: Exception) -> CheckpointError:

@@ -1,7 +1,8 @@
 """Which head to train within a time budget, and how many draft nodes to verify at a batch size.
 
-Tokens per second = b (1 + A(T, D) s(k)) / (target's pass of b (k + 1) rows + levels of the draft). A is a fitted law, T
-what the budget can train at D layers, s(k) how much of the large tree's accepted tokens a tree of k nodes keeps.
+Tokens per second = b (1 + a(A(T, D), k)) / (target's pass of b (k + 1) rows + levels of the draft). A is a fitted law,
+T what the budget can train at D layers, and a(A, k) what a tree of k nodes accepts where the large one accepts A
+(`trees.py`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import numpy as np
 
-from faircopy.costs import Curve
+from faircopy.costs import SHORTEST, Curve
 from faircopy.drafters.networks.eagle3 import DEPTH
 from faircopy.drafters.trees import OFFERED
 from faircopy.errors import ConfigError
 from faircopy.laws.fit import Fit, Interval
-from faircopy.laws.points import CHAIN, TREE, Point, Result, measure_name
-from faircopy.laws.run import SMALLER_TREES
+from faircopy.laws.points import CHAIN, Point, Result
+from faircopy.laws.trees import SmallTree
 from faircopy.model.base import ModelShape
 
 Seconds = Callable[[int, int], float]  # of a target's pass: sequences, rows
@@ -34,6 +34,7 @@ class Costs:
     target: Seconds
     level: Mapping[int, Curve]  # by layers: seconds of one level by rows
     train: Callable[[int], float]  # seconds per token of training, by layers
+    answers: int = 0  # tokens of the second stage, which T does not count
     sources: list[str] = field(default_factory=list)  # where each of the three comes from
 
 
@@ -63,30 +64,17 @@ class Prediction:
 
 
 def predict(
-    fits: Sequence[Fit], kept: Mapping[int, float], costs: Costs, batch: int, budget: float, same: bool
+    fits: Sequence[Fit], trees: Mapping[int, SmallTree], costs: Costs, batch: int, budget: float, same: bool
 ) -> Prediction:
-    """fits: the best first; intervals hold those of all. kept: share of the large tree's accepted tokens by nodes.
+    """fits: the best first; intervals hold those of all. trees: by nodes.
     same: whether the law was measured on this target."""
     plain = batch / costs.target(batch, batch)
     candidates = [
-        max((_candidate(fits, kept, costs, batch, _point(costs, layers, budget), nodes, same) for nodes in kept),
+        max((_candidate(fits, tree, costs, batch, _point(costs, layers, budget), same) for tree in trees.values()),
             key=lambda one: one.rate)
         for layers in sorted(costs.level)
     ]  # fmt: skip
     return Prediction(batch=batch, plain=plain, candidates=tuple(candidates))
-
-
-def tree_shares(results: Sequence[Result]) -> dict[int, float]:
-    """How much of the accepted tokens of the large tree trees of fewer nodes keep; 0 nodes keep nothing."""
-    large = measure_name("tree", TREE, 0.0)
-    found = {0: 0.0}
-    for nodes in SMALLER_TREES:
-        name = measure_name("tree", nodes, 0.0)
-        known = [result for result in results if name in result.measures and result.accepted(large) > 0]
-        shares = [result.accepted(name) / result.accepted(large) for result in known]
-        if shares:
-            found[nodes] = fmean(shares)
-    return {**found, TREE: 1.0}
 
 
 def training_seconds(results: Sequence[Result]) -> Callable[[int], float]:
@@ -96,11 +84,15 @@ def training_seconds(results: Sequence[Result]) -> Callable[[int], float]:
         if result.layers not in longest or result.tokens > longest[result.layers].tokens:
             longest[result.layers] = result
     depths = sorted(longest)
-    times = [longest[layers].train_seconds / (longest[layers].tokens + longest[layers].answers) for layers in depths]
+    times = [_seconds_per_token(longest[layers]) for layers in depths]
     if len(depths) == 1:
         return lambda layers: times[0] * layers / depths[0]
     slope, start = np.polyfit(depths, times, 1)
     return lambda layers: float(max(min(times), start + slope * layers))
+
+
+def _seconds_per_token(result: Result) -> float:
+    return max(SHORTEST, result.train_seconds / (result.tokens + result.answers))
 
 
 def training_operations(shape: ModelShape, layers: int) -> float:
@@ -128,12 +120,11 @@ def parse_time(text: str) -> float:
 
 
 def _point(costs: Costs, layers: int, budget: float) -> Point:
-    return Point(max(1, int(budget / costs.train(layers))), layers)
+    return Point(max(1, int(budget / costs.train(layers)) - costs.answers), layers)
 
 
-def _candidate(
-    fits: Sequence[Fit], kept: Mapping[int, float], costs: Costs, batch: int, point: Point, nodes: int, same: bool
-) -> Candidate:
+def _candidate(fits: Sequence[Fit], tree: SmallTree, costs: Costs, batch: int, point: Point, same: bool) -> Candidate:
+    nodes = tree.nodes
     drafting = draft_seconds(costs.level[point.layers], batch, nodes)
     seconds = costs.target(batch, batch * (nodes + 1)) + drafting
 
@@ -142,8 +133,7 @@ def _candidate(
 
     intervals = [found.interval(point, single=True) for found in fits]
     ends = min(one.low for one in intervals), max(one.high for one in intervals)
-    likely = (kept[nodes] * min(max(value, 0.0), CHAIN) for value in (fits[0].law(point), *ends))
-    accepted, low, high = (min(value, float(nodes)) for value in likely)  # a share of long drafts may be more than all
+    accepted, low, high = (tree(value) for value in (fits[0].law(point), *ends))
     return Candidate(
         point=point,
         nodes=nodes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,16 +59,36 @@ def one_target(results: Sequence[Result], name: str | None = None) -> list[Resul
     if name not in names:
         problem = "no results" if not names else f"results are of {', '.join(names)}"
         raise ConfigError("--target-name", name, problem, "pass one of them")
-    return [result for result in results if result.target == name]
+    mine = [result for result in results if result.target == name]
+    _refuse_mixed(mine)
+    return mine
+
+
+def _refuse_mixed(results: Sequence[Result]) -> None:
+    """A head that is there twice makes a law look surer; heads of other settings are points of another law."""
+    settings: dict[str, Any] = {}
+    for result in results:
+        for option, value in result.settings.items():
+            if settings.setdefault(option, value) != value:
+                problem = f"heads with {option} = {settings[option]!r} and {value!r} are no points of one law"
+                raise ConfigError("results", result.target, problem, "pass the files of one grid")
+    for point, times in Counter(result.point for result in results).items():
+        if times > 1:
+            raise ConfigError("results", str(point), "there more than once", "pass every file once")
 
 
 def measures_of(results: Sequence[Result]) -> list[str]:
     """Those that every head has."""
-    return [name for name in results[0].measures if all(name in result.measures for result in results)]
+    shared = [name for name in results[0].measures if all(name in result.measures for result in results)]
+    if not shared:
+        raise ConfigError("results", results[0].target, "no measure that every head has", "pass the files of one grid")
+    return shared
 
 
 def report(results: Sequence[Result], measure: str) -> MeasureReport:
     flat = [result for result in results if result.layers == 1]
+    if not flat:
+        raise ConfigError("results", measure, "no heads of one layer", "train some: laws over T are fitted to those")
     deep = len(flat) < len(results)
     return MeasureReport(
         measure,
@@ -84,9 +106,11 @@ def _checks(results: Sequence[Result], measure: str, form: Form) -> Iterator[Che
 
 
 def _without(results: Sequence[Result], left_out: Sequence[Result], measure: str, form: Form) -> Iterator[Check]:
-    """Fit the others and see where these lie."""
+    """Fit the others and see where these lie, if the others say anything of their depth."""
     others = [result for result in results if result not in left_out]
     if not left_out or len({(result.tokens, result.layers) for result in others}) < 4:
+        return
+    if {1} == {result.layers for result in others} != {result.layers for result in left_out}:
         return
     found = fit(others, measure, form)
     for result in left_out:
@@ -98,7 +122,13 @@ def as_json(found: MeasureReport) -> dict[str, Any]:
         law = one.law
         names = ("constant", "text", "depth") + (("exponent",) if law.form == "power" else ())
         numbers = {name: [getattr(law, name), *_ends(one.coefficient(name))] for name in names}
-        return {"formula": law.formula, **numbers, "aic": law.aic, "squares": law.squares, "points": law.count}
+        return {
+            "formula": law.formula,
+            **numbers,
+            "aic": law.aic if law.aic < math.inf else None,
+            "squares": law.squares,
+            "points": law.count,
+        }
 
     def checked(check: Check) -> dict[str, Any]:
         place = {"form": check.form, "tokens": check.point.tokens, "layers": check.point.layers}

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from faircopy.drafters.folder import new_head
-from faircopy.drafters.heads import Head, Rows
-from faircopy.drafters.networks.blocks import shared_keys
+from faircopy.drafters.head_drafter import rows_over
+from faircopy.drafters.heads import Head
 from faircopy.model.base import TokenWeights
+from faircopy.model.trial import CachedRows, scene
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXT = 256  # keys that each row sees
@@ -39,17 +38,12 @@ def level_ms(head: Head, rows: int) -> float:
 
 
 def _level(head: Head, count: int) -> Callable[[], object]:
-    shape, device, kind = head.config.shape, head.device, head.dtype
-    memory = torch.randn(count, 1, shape.hidden, device=device, dtype=kind)
-    tokens = torch.arange(count, device=device)[:, None] % head.vocab
-    past = torch.randn(count, shape.kv_heads, CONTEXT, shape.head_dim, device=device, dtype=kind)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (torch.cat([past, part], 2) for part in (k, v))
-        return F.scaled_dot_product_attention(q, *shared_keys(q, keys, values))
-
-    rows = Rows(torch.full((1,), CONTEXT - 1, device=device), attend)
-    return lambda: head.step(1, memory, tokens, rows).logits.topk(10, -1)
+    """A level as the engine runs it: packed rows over a cache of pages, on kernels where the head has them."""
+    cached = CachedRows(head.layers, head.dtype, head.device, head.vocab)
+    layout, packed = scene(cached, count, 1, CONTEXT)
+    rows = rows_over(layout, packed, head.config.shape.head_dim)
+    memory = torch.randn(1, count, head.config.shape.hidden, device=head.device, dtype=head.dtype)
+    return lambda: head.step(1, memory, packed.ids[None], rows).logits.topk(10, -1)
 
 
 def _ms(run: Callable[[], object], device: torch.device) -> float:

@@ -81,7 +81,7 @@ class SharedModel:
     @contextmanager
     def _to_its_end(self) -> Iterator[None]:
         """Rank 0's part of a pass. If it is left before its end, the others are in the middle of it: they are ended."""
-        with uninterrupted():
+        with uninterrupted(partial(self.group.fail, 0, "a second Ctrl-C came before the end of a pass")):
             try:
                 yield
             except BaseException as error:

@@ -130,6 +130,17 @@ class Shards:
 
 
 def load_share(group: Group, order: Load) -> Model:
+    """This rank's share, when all ranks have theirs; a rank that cannot load its own is noticed here."""
+    try:
+        share = _share(group, order)
+    except BaseException as error:
+        group.fail(group.rank, f"it could not load its share ({type(error).__name__})")
+        raise
+    group.gather(torch.zeros(1, device=group.device))
+    return share
+
+
+def _share(group: Group, order: Load) -> Model:
     if order.pipeline:
         return load_stage(order.path, order.dtype, group.device, order.exact, group.rank, group.size)
     return load_model(order.path, order.dtype, group.device, order.exact, ranks=group)

@@ -14,6 +14,7 @@ import ray.data
 from faircopy.server.offline import Offline
 
 Json = dict[str, Any]
+BYTE_ORDER = "\ufeff"  # some programs begin a file with it
 LINES = 256  # of one call of an actor at most: few enough that little is made again after a kill
 
 
@@ -24,7 +25,7 @@ class Replica:
         self._llm, self._answered, self._together, self._name = make(), ray.get(answered), together, name
 
     def __call__(self, block: dict[str, Any]) -> dict[str, list[str]]:
-        lines = [json.loads(text) for text in block["text"] if text.strip()]
+        lines = [json.loads(text.removeprefix(BYTE_ORDER)) for text in block["text"] if text.strip()]
         missing = [line for line in lines if line["custom_id"] not in self._answered]
         return {"answer": asyncio.run(self._answers(missing))}
 
@@ -39,10 +40,11 @@ async def answers(
     together: int,
     replicas: int,
     name: str | None = None,
+    devices: int = 1,
 ) -> AsyncGenerator[Json]:
-    """Answers to the lines of a file that have none, from several engines."""
+    """Answers to the lines of a file that have none, from several engines. devices: that share an engine's model."""
     ray.init(ignore_reinit_error=True)
-    gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    gpus = devices if ray.cluster_resources().get("GPU") else 0
     reading = {"num_cpus": 0}  # engines may hold every CPU that Ray knows of
     path = str(requests.resolve())
     lines = ray.data.read_text(path, override_num_blocks=4 * replicas, ray_remote_args=reading)

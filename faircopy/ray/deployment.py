@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from faircopy.config import refuse_unknown
+from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.errors import ConfigError
 from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
@@ -156,23 +157,26 @@ class Ingress:
         try:
             if body is None:
                 return await self._pass(request.method, request.url.path, headers, content)
-            send = self._sender(request.url.path, headers)
+            heads: list[Head] = []  # of the replicas that answered
+            send = self._sender(request.url.path, headers, heads)
             if not body.get("stream"):
-                return Response(await relay.whole(body, send), media_type="application/json")
+                return _response(await relay.whole(body, send), heads[-1])
             events = relay.stream(body, send)
             first = await anext(events)  # now it is known that it is not refused
-            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+            return StreamingResponse(_joined(first, events), headers=_kept(heads[-1]))
         except Refused as refused:
             return refused.response()
         except relay.ReplicaLost:
             return _response(LOST, Head(503, [(b"content-type", b"application/json"), (b"retry-after", b"5")]))
 
-    def _sender(self, path: str, headers: Headers) -> relay.Send:
-        send = partial(self._send, "POST", path, headers)
+    def _sender(self, path: str, headers: Headers, heads: list[Head]) -> relay.Send:
+        send = partial(self._send, "POST", path, headers, heads)
         return send if self._hedge is None else lambda body: relay.hedged(body, send, self._hedge or 0.0)
 
-    async def _send(self, method: str, path: str, headers: Headers, body: Json) -> AsyncGenerator[bytes]:
-        """One replica's answer, which must be 200."""
+    async def _send(
+        self, method: str, path: str, headers: Headers, heads: list[Head], body: Json
+    ) -> AsyncGenerator[bytes]:
+        """One replica's answer, which must be 200; its head is added to heads."""
         async with aclosing(self._pieces(method, path, headers, body)) as pieces:
             head = await anext(pieces)
             if head.status in BUSY and body.get("continued"):
@@ -180,6 +184,7 @@ class Ingress:
                 raise relay.ReplicaLost(f"a replica refused with {head.status}")
             if head.status != 200:
                 raise Refused(head, b"".join([piece async for piece in pieces]))
+            heads.append(head)
             async for piece in pieces:
                 yield piece
 
@@ -252,6 +257,7 @@ def read_options(options: Json) -> tuple[Json, ServerConfig, Fleet]:
     """What a serve_config.yaml says; API keys come from the environment too, as for `faircopy serve`."""
     refuse_unknown("args", options, ("engine", "server", "fleet"))
     engine, server, fleet = (dict(options.get(part) or {}) for part in ("engine", "server", "fleet"))
+    refuse_unknown("engine", engine, {*EngineConfig.__dataclass_fields__, *signature(LLM).parameters} - {"options"})
     refuse_unknown("server", server, ServerConfig.__dataclass_fields__)
     refuse_unknown("fleet", fleet, Fleet.__dataclass_fields__)
     if engine.get("target") is None:
@@ -287,5 +293,9 @@ async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[b
 
 
 def _response(body: bytes, head: Any) -> Response:
-    kept = {n.decode(): v.decode() for n, v in head.headers if n.lower() not in CONNECTION_HEADERS}
-    return Response(body, head.status, headers=kept)
+    return Response(body, head.status, headers=_kept(head))
+
+
+def _kept(head: Any) -> dict[str, str]:
+    """A replica's headers that are the client's too: its request's number, and which pages may read the answer."""
+    return {n.decode(): v.decode() for n, v in head.headers if n.lower() not in CONNECTION_HEADERS}

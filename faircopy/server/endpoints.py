@@ -43,8 +43,10 @@ class Endpoints:
 
 
 def _fingerprint(llm: LLM) -> str:
-    """What, besides the request, decides the tokens: model, type, kind of device and order of sums."""
+    """What, besides the request, decides the tokens: model, type, kind of device and order of sums; not the ranks."""
     config, device = llm.config, llm.model.device.type
     grouped = device == "cpu" and (config.k_groups or config.tensor_parallel > 1)
-    parts = (llm.model.name, str(llm.model.dtype), device, llm.model.backend, str(grouped), __version__)
+    decoder, *_ranks = llm.model.backend.split(", ")
+    rules = (str(grouped), str(config.exact), config.verifier)
+    parts = (llm.model.name, str(llm.model.dtype), device, decoder, *rules, __version__)
     return "fc_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]

@@ -32,6 +32,7 @@ class Choice:
 
     token_ids: list[int] = field(default_factory=list)
     finished: bool = False
+    opened: bool = False  # it has the event that says whose text a chat's choice is
 
 
 class Progress:
@@ -44,10 +45,15 @@ class Progress:
 
     @property
     def body(self) -> Json:
+        """The request, and what the client has. Openings come before all tokens, and only if nothing is continued."""
         asked = {**self._body, "return_token_ids": True}
-        if not self._head:
+        if not self._head or 0 < self._opened < choice_count(self._body):
             return asked
         return {**asked, "continued": [self._known(index) for index in range(choice_count(self._body))]}
+
+    @property
+    def _opened(self) -> int:
+        return sum(choice.opened for choice in self._choices.values())
 
     def _known(self, index: int) -> Json:
         """What the client has of a choice: what it said it had, and what came since. A replica has read the body."""
@@ -56,11 +62,15 @@ class Progress:
         finished = choice.finished or before.get("finished", False)
         return {"token_ids": [*before["token_ids"], *choice.token_ids], "finished": finished}
 
-    def note(self, event: Json) -> Json:
-        """Remember what an event brings; returns it as the client asked for it."""
+    def note(self, event: Json) -> Json | None:
+        """Remember what an event brings; returns it as the client asked for it, None if the client has it."""
         self._head = self._head or {name: event[name] for name in ("id", "created") if name in event}
         for choice in event.get("choices", ()):
             mine = self._choices[choice["index"]]
+            if "role" in choice.get("delta", ()):
+                if mine.opened:
+                    return None
+                mine.opened = True
             mine.token_ids += choice.get("token_ids", ())
             mine.finished = mine.finished or choice.get("finish_reason") is not None
             if not self._body.get("return_token_ids"):
@@ -76,13 +86,19 @@ async def stream(body: Json, send: Send) -> AsyncGenerator[bytes]:
         try:
             async with contextlib.aclosing(events(send(progress.body))) as coming:
                 async for event in coming:
-                    yield b"data: " + (DONE if event is None else json.dumps(progress.note(event))).encode() + b"\n\n"
                     if event is None:
+                        yield _event(DONE)
                         return
+                    if (told := progress.note(event)) is not None:
+                        yield _event(json.dumps(told))
             raise ReplicaLost("the stream ended early")
         except ReplicaLost:
             if move == MOVES:
                 raise
+
+
+def _event(text: str) -> bytes:
+    return f"data: {text}\n\n".encode()
 
 
 async def whole(body: Json, send: Send) -> bytes:
@@ -104,7 +120,10 @@ async def retried(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 async def hedged(body: Json, send: Send, seconds: float) -> AsyncGenerator[bytes]:
-    """One replica's answer; if its first bytes take too long, another one's if those come earlier."""
+    """One replica's answer; if its first bytes take too long, another one's if those come earlier.
+
+    A second replica that refuses or dies leaves the first one's answer to come.
+    """
     streams = [send(body)]
     firsts = [asyncio.ensure_future(anext(streams[0]))]
     try:
@@ -112,14 +131,24 @@ async def hedged(body: Json, send: Send, seconds: float) -> AsyncGenerator[bytes
         if not done:
             streams.append(send(body))
             firsts.append(asyncio.ensure_future(anext(streams[1])))
-            done, _ = await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
-        winner = next(place for place, first in enumerate(firsts) if first in done)
+        winner = await _winner(firsts)
         await _end(firsts, streams, but=winner)
         yield firsts[winner].result()
         async for piece in streams[winner]:
             yield piece
     finally:
         await _end(firsts, streams)
+
+
+async def _winner(firsts: list[asyncio.Task[bytes]]) -> int:
+    """The place of the first one that brings something; if none does, of the first one."""
+    coming = set(firsts)
+    while coming:
+        done, coming = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        for place, first in enumerate(firsts):
+            if first in done and first.exception() is None:
+                return place
+    return 0
 
 
 async def _end(firsts: list[asyncio.Task[bytes]], streams: list[AsyncGenerator[bytes]], but: int = -1) -> None:

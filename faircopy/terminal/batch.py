@@ -19,18 +19,18 @@ Answers = Callable[[Iterable[Json]], AsyncGenerator[Json]]
 
 
 def answers_of(
-    file: BatchFile, make: Callable[[], Any], together: int, replicas: int | None, name: str | None
+    file: BatchFile, make: Callable[[], Any], together: int, replicas: int | None, name: str | None, devices: int = 1
 ) -> Answers:
     """One engine in this process, or several on Ray.
 
-    make: loads the engine's LLM; together: requests in work; name: what requests call the model.
+    make: loads the engine's LLM; together: requests in work; name: what requests call the model; devices: of an engine.
     """
     require_packages("batch")
     if replicas is not None:
         require_ray()
         from faircopy.ray.batch import answers
 
-        return lambda lines: answers(file.requests, file.answered_ids, make, together, replicas, name)
+        return lambda lines: answers(file.requests, file.answered_ids, make, together, replicas, name, devices)
     from faircopy.server.offline import Offline
 
     return lambda lines: Offline(make(), name).answers(lines, together)

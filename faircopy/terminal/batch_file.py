@@ -45,9 +45,9 @@ class BatchFile:
         return len(self._answered)
 
     def missing(self) -> Iterator[Json]:
-        """The requests without an answer, in the order of the file."""
+        """The requests without an answer, in the order of the file; those that came since it was checked are left."""
         for _, line in self._lines():
-            if line["custom_id"] not in self._answered:
+            if line["custom_id"] in self._numbers and line["custom_id"] not in self._answered:
                 yield line
 
     def add(self, answer: Json) -> None:
@@ -58,7 +58,7 @@ class BatchFile:
         """Note an answer; one of another model than those before is refused. written_by: its model's fingerprint."""
         self._fingerprint = self._fingerprint or written_by
         if written_by not in (None, self._fingerprint):
-            problem = "has answers of another target, dtype, device, tensor_parallel or version"
+            problem = "has answers of another target, dtype, device, order of sums or version"
             raise ConfigError("--out", str(self._answers), problem, "use those again, or pass another file")
         self._answered.add(name)
         self.refused += status != 200

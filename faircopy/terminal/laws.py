@@ -126,16 +126,17 @@ def predict(
     from faircopy.laws import report
     from faircopy.laws.costs import Serving, costs_for
     from faircopy.laws.points import read_results
-    from faircopy.laws.predict import parse_time, tree_shares
+    from faircopy.laws.predict import parse_time
     from faircopy.laws.predict import predict as predicted
+    from faircopy.laws.trees import small_trees
 
     drawable("--plot", plot)
     mine = report.one_target(read_results(results), target_name)
     serving = Serving(target or bundled.target(), context, tuple(layers or (1, 2, 3, 4, 6)), gpu, costs, times)
     known, same = costs_for(serving, mine)
-    fits, shares = report.report(mine, MAIN).plausible, tree_shares(mine)
+    fits, trees = report.report(mine, MAIN).plausible, small_trees(mine)
     found = [
-        predicted(fits, shares, known, size, parse_time(budget), same) for size in batch or (1, 2, 4, 8, 16, 32, 64)
+        predicted(fits, trees, known, size, parse_time(budget), same) for size in batch or (1, 2, 4, 8, 16, 32, 64)
     ]
     if plot is not None:
         from faircopy.laws.plots import plot_rates

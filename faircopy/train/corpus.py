@@ -91,7 +91,7 @@ def corpus(target: str, files: Sequence[Path], answering: Answering, keep: Path)
     documents = read_documents(files)
     key = hashlib.sha256(json.dumps([target, asdict(answering), asdict(documents)]).encode()).hexdigest()
     note = keep.with_suffix(".json")
-    if keep.exists() and note.exists() and json.loads(note.read_text())["key"] == key:
+    if keep.exists() and _key_of(note) == key:
         return torch.from_numpy(np.load(keep))
     rows = [*_encoded(target, documents.texts), *_answered(target, documents.prompts, answering)]
     tokens = np.concatenate([np.asarray(row, np.int32) for row in rows])
@@ -100,6 +100,14 @@ def corpus(target: str, files: Sequence[Path], answering: Answering, keep: Path)
     counts = {"texts": len(documents.texts), "prompts": len(documents.prompts), "tokens": len(tokens)}
     note.write_text(json.dumps({"key": key, **counts}) + "\n")
     return torch.from_numpy(tokens)
+
+
+def _key_of(note: Path) -> str | None:
+    """Of the tokens that are kept; None if a kill left no note, or half of one."""
+    try:
+        return str(json.loads(note.read_text())["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _encoded(target: str, texts: list[str]) -> list[list[int]]:

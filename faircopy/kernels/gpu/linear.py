@@ -326,7 +326,8 @@ class Linear:
     def run(self, x: Tensor, t: Tile, gate: str = "none", kind: torch.dtype | None = None) -> Tensor:
         """[P, M, N or N / 2] by this tile. kind: of a finished product, if not the type of x."""
         outputs = self.outputs if gate == "none" else self.outputs // 2
-        if t.pipelined and ((kind or x.dtype) != x.dtype or outputs % 8 or self.inner // self.groups % t.bk):
+        same = (kind or x.dtype) == x.dtype
+        if t.pipelined and not (same and pipelined.fits(t, self.inner, outputs, self.groups)):
             t = tables.default_tile(x.shape[0], wide=True)
         if t.apart and self.groups == 1:
             t = replace(t, apart=False)
@@ -338,8 +339,8 @@ class Linear:
             stream.stream(self._descriptor(t.bn, t.bk, stream.descriptor), self.bias, x, out, t, gate, more)
             return out
         if t.pipelined:
-            weight = self._descriptor(t.bn // 2, t.bk, stream.descriptor)
-            pipelined.pipelined(weight, self.bias, x, out, t, self.groups, gate, more)
+            weight = self._descriptor(t.bn, t.bk, stream.descriptor)
+            pipelined.pipelined(weight, self.bias, x, out[0], t, self.groups, gate, more)
             return out
         common = {
             "BM": t.bm, "BN": t.bn, "BK": t.bk, "GATE": gate, "BIASED": self.bias is not None,

@@ -190,15 +190,15 @@ def _leaders(
     begin(PDL)
     x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
     x = tl.where((x == x) & (x != float("inf")), x, float("-inf"))
+    temperature = tl.load(temperatures + row // per * apart)
+    if temperature > 0.0:
+        key = tl.load(keys + row // per * apart).to(tl.uint64, bitcast=True)
+        x = tl.div_rn(x, temperature) + _noise(key, at)
     place = (row * chunks + chunk) * MANY
     top = tl.max(x, 0)
     total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
     tl.store(stats + (row * chunks + chunk) * 2, top)
     tl.store(stats + (row * chunks + chunk) * 2 + 1, total)
-    temperature = tl.load(temperatures + row // per * apart)
-    if temperature > 0.0:
-        key = tl.load(keys + row // per * apart).to(tl.uint64, bitcast=True)
-        x = tl.div_rn(x, temperature) + _noise(key, at)
     for rank in tl.static_range(MANY):
         best = tl.max(x, 0)
         token = tl.min(tl.where(x == best, at, 2147483647), 0)
@@ -208,15 +208,11 @@ def _leaders(
 
 
 @launched
-@triton.jit(do_not_specialize=["apart", "per"])
-def _offer(
-    values, tokens, stats, temperatures, ids, scores, apart, per, chunks,
-    MANY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _offer(values, tokens, stats, ids, scores, chunks, MANY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     begin(PDL)
-    sampled = tl.load(temperatures + row // per * apart) > 0.0
     value = tl.load(values + row * chunks * MANY + at, mask=at < chunks * MANY, other=float("-inf"))
     token = tl.load(tokens + row * chunks * MANY + at, mask=at < chunks * MANY, other=2147483647)
     top = tl.load(stats + (row * chunks + at) * 2, mask=at < chunks, other=float("-inf"))
@@ -226,9 +222,7 @@ def _offer(
     for rank in tl.static_range(MANY):
         best = tl.max(value, 0)
         winner = tl.min(tl.where(value == best, token, 2147483647), 0)
-        known = best != float("-inf")
-        score = tl.where(sampled, tl.where(known & (rank == 0), 0.0, float("-inf")), best - norm)
-        tl.store(scores + row * MANY + rank, tl.where(known, score, float("-inf")))
+        tl.store(scores + row * MANY + rank, tl.where(best != float("-inf"), best - norm, float("-inf")))
         tl.store(ids + row * MANY + rank, winner.to(tl.int64))
         value = tl.where(token == winner, float("-inf"), value)
 
@@ -236,8 +230,10 @@ def _offer(
 def offer(
     logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best tokens of each row [R, many] and their log probabilities; of a row with a temperature, the one it draws.
+    """The best tokens of each row [R, many] and their log probabilities.
 
+    Of a row with a temperature, the best with its noise: the first is the one that it draws, and how likely the others
+    are to be drawn by a model that differs a little is taken from the scores with noise as if they were logits.
     temperatures and keys [S] (columns of tables, of one width) belong to R / S rows each. What is not to be offered is
     at minus infinity.
     """
@@ -256,7 +252,7 @@ def offer(
         MANY=many, CHUNK=CHUNK, num_warps=8, **extra,
     )  # fmt: skip
     _offer[(rows,)](
-        values, tokens, stats, temperatures, ids, scores, keys.stride(0), per, chunks,
+        values, tokens, stats, ids, scores, chunks,
         MANY=many, BLOCK=triton.next_power_of_2(chunks * many), num_warps=4, **extra,
     )  # fmt: skip
     return ids, scores
@@ -268,13 +264,10 @@ def offer_twin(
     x = logits[:, : vocab or logits.shape[1]].float()
     x = torch.where(torch.isfinite(x), x, -torch.inf)
     per = x.shape[0] // keys.shape[0]
-    scores, ids = torch.sort(torch.log_softmax(x, -1), dim=-1, descending=True, stable=True)
+    drawn_at, noise = (part.repeat_interleave(per)[:, None] for part in (temperatures, keys))
+    noisy = x / drawn_at.clamp_min(1e-30) + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])
+    table = torch.log_softmax(torch.where(drawn_at > 0, noisy, x), -1)
+    scores, ids = torch.sort(table, dim=-1, descending=True, stable=True)
     spare = max(0, many - x.shape[1])
     scores, ids = F.pad(scores[:, :many], (0, spare), value=-torch.inf), F.pad(ids[:, :many], (0, spare))
-    sampled = (temperatures > 0).repeat_interleave(per)
-    if bool(sampled.any()):
-        drawn_at, noise = temperatures.repeat_interleave(per)[sampled, None], keys.repeat_interleave(per)[sampled, None]
-        drawn = (x[sampled] / drawn_at + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])).argmax(-1)
-        scores[sampled], ids[sampled, 0] = -torch.inf, drawn
-        scores[sampled, 0] = torch.where(torch.isfinite(x[sampled]).any(-1), 0.0, -torch.inf)
     return ids, torch.where(scores == scores, scores, -torch.inf)
