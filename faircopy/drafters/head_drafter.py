@@ -14,12 +14,13 @@ from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
 from faircopy.model.trial import CachedRows, scene
-from faircopy.sampling import SamplingRow, noisy
+from faircopy.sampling import SamplingRow, choose, noisy
 from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ class HeadDrafter(Drafter):
         """Add one level to every tree, from the head's logits at its front."""
         rows = [SamplingRow(growth.seq, growth.tree.path(node)) for growth, node in front]
         offers: dict[_GrowingTree, list[Offer]] = {}
-        for (growth, _), offer in zip(front, _offers(logits, rows), strict=True):
+        offered = _offers if drawn is None else _chain_offers
+        for (growth, _), offer in zip(front, offered(logits, rows), strict=True):
             offers.setdefault(growth, []).append(offer)
         if drawn is not None:
             for (growth, _), place in zip(front, drawn.add(logits, rows), strict=True):
@@ -258,3 +260,18 @@ def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
         [(token, value) for token, value in zip(*both, strict=True) if value > -torch.inf]
         for both in zip(ids.tolist(), values.tolist(), strict=True)
     ]
+
+
+def _chain_offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
+    """The same for chains of sampled requests, which need one token."""
+    offers: list[Offer] = [[] for _ in rows]
+    for greedy, offered in ((True, _offers), (False, _drawn)):
+        places = [n for n, row in enumerate(rows) if row.seq.params.greedy == greedy]
+        some = offered(rows_of(logits, places), [rows[n] for n in places]) if places else []
+        for n, offer in zip(places, some, strict=True):
+            offers[n] = offer
+    return offers
+
+
+def _drawn(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
+    return [[(token, 0.0)] if token != BROKEN else [] for token in choose(logits, rows)]
