@@ -184,7 +184,7 @@ def build_engine(
     drafter = drafter or NoDrafter()
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
-        drafter = PerRequestDrafter(drafter, others, target.vocab)
+        drafter = PerRequestDrafter(drafter, others)
     runner.wants = drafter.wants
     runner.passes = build_passes(runner, config, pool)
     steps = build_captured(runner, drafter, config, pool)

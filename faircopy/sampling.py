@@ -18,6 +18,7 @@ from faircopy import rng
 from faircopy.kernels.available import gpu_module
 from faircopy.kernels.filters import Filter, exclude
 from faircopy.kernels.gumbel import BROKEN, gumbel_argmax, with_noise
+from faircopy.kernels.transfer import sent
 from faircopy.types import Logprobs, SamplingParams, Sequence
 
 MOST_ON_DEVICE = 20  # log probabilities of a row that a GPU finds by itself
@@ -49,6 +50,11 @@ def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list
 
     BROKEN in a row with NaN, infinity or no token left. Minus infinity excludes a token, unless strict.
     """
+    return chosen_tokens(logits, rows, strict).tolist()
+
+
+def chosen_tokens(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> Tensor:
+    """What `choose` chooses, where the logits are; on a GPU the host does not wait for it."""
     adjusts = any(row.seq.adjusts for row in rows)
     scores = adjusted(logits, rows) if adjusts else logits
     kernel = gpu_module("pick", logits.device)
@@ -56,22 +62,32 @@ def choose(logits: Tensor, rows: Seq[SamplingRow], strict: bool = False) -> list
         chosen: Tensor = _choose(scores.float(), rows)
     else:  # captured steps choose with it too, and both must draw the same noise to the bit
         chosen = kernel.pick_rows(scores, *_drawing(rows), strict=strict and not adjusts)
-        if strict and not adjusts:  # the kernel has found broken rows itself
-            return chosen.tolist()
+        if not adjusts:  # the kernel has found broken rows itself
+            return chosen
     broken = not_finite(logits, strict)
     if adjusts:
         broken |= not_finite(scores, False)
-    return torch.where(broken, BROKEN, chosen).tolist()
+    return torch.where(broken, BROKEN, chosen)
 
 
 def _choose(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    chosen = scores.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
+    if len(drawn) == len(rows):
+        return _draw(scores.clone(), rows)
+    chosen = scores.argmax(-1)
     if drawn:
-        drawing = [rows[i] for i in drawn]
-        keys = torch.tensor([rng.signed(row.key) for row in drawing], device=scores.device)
-        chosen[drawn] = gumbel_argmax(filtered(scores[drawn], drawing), keys)
+        where = sent(drawn, torch.int64, scores.device)
+        chosen[where] = _draw(scores[where], [rows[i] for i in drawn])
     return chosen
+
+
+def _draw(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """Changes the scores."""
+    return gumbel_argmax(filtered(scores, rows), _noise_keys(rows, scores.device))
+
+
+def _noise_keys(rows: Seq[SamplingRow], device: torch.device) -> Tensor:
+    return sent([rng.signed(row.key) for row in rows], torch.int64, device)
 
 
 def noisy(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -83,10 +99,9 @@ def noisy(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
     if not drawn:
         return scores
-    drawing = [rows[i] for i in drawn]
-    keys = torch.tensor([rng.signed(row.key) for row in drawing], device=scores.device)
-    found = with_noise(filtered(scores[drawn], drawing), keys)
-    return found if len(drawn) == len(rows) else scores.index_copy(0, torch.tensor(drawn, device=scores.device), found)
+    where, drawing = sent(drawn, torch.int64, scores.device), [rows[i] for i in drawn]
+    found = with_noise(filtered(scores[where], drawing), _noise_keys(drawing, scores.device))
+    return found if len(drawn) == len(rows) else scores.index_copy(0, where, found)
 
 
 def _drawing(rows: Seq[SamplingRow]) -> tuple[list[float], list[int], list[Filter]]:
@@ -113,19 +128,11 @@ def choice_bytes(rows: int, vocab: int, dtype: torch.dtype, sampled: bool = True
 
 
 def probabilities(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """What each row is drawn from, after adjusting and filtering; a greedy row puts everything on its best token.
+    """What each row [R, V] is drawn from, after adjusting and filtering; no row is greedy.
 
-    NaN in a row that has no token left.
+    NaN everywhere in a row with NaN or infinity, or with no token left.
     """
-    scores = adjusted(logits, rows)
-    drawn = [i for i, row in enumerate(rows) if not row.seq.params.greedy]
-    if len(drawn) == len(rows):
-        return torch.softmax(filtered(scores, rows), -1)
-    result = torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
-    result.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, torch.nan)
-    if drawn:
-        result[drawn] = torch.softmax(filtered(scores[drawn], [rows[i] for i in drawn]), -1)
-    return result
+    return torch.softmax(filtered(adjusted(logits, rows), rows), -1)
 
 
 def logprobs(logits: Tensor, tokens: Seq[int], best: int) -> list[Logprobs]:
@@ -165,11 +172,10 @@ def adjusted(logits: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 
 def filtered(scores: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """Scores over temperature, with what top-k, top-p and min-p exclude at minus infinity."""
-    scores = scores.clone()
+    """Divide scores by temperatures, in place, with what top-k, top-p and min-p exclude at minus infinity."""
     exclude(scores, [row_filter(row.seq.params) for row in rows])
-    temperatures = torch.tensor([row.seq.params.temperature for row in rows], device=scores.device)
-    return scores / temperatures[:, None]
+    temperatures = sent([row.seq.params.temperature for row in rows], torch.float32, scores.device)
+    return scores.div_(temperatures[:, None])
 
 
 def row_filter(params: SamplingParams) -> Filter:

@@ -294,21 +294,31 @@ class StepPlan(NamedTuple):
         return self.batch.seqs
 
 
+PICKED = -1  # the row of a node that was not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What draft nodes were drawn from, for rejection sampling."""
+
+    rows: list[list[int]]  # of each node, its row in the table; or PICKED
+    table: Callable[[], torch.Tensor]  # [N, V] distributions; asked for once, when the target's pass has begun
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One tree of guesses per sequence; a node's parent comes before it, -1 is the last committed token."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
-    # What each node was drawn from, for rejection sampling; None: it was not drawn, it was picked.
-    sources: list[list[torch.Tensor]] | None = None
+    sources: Sources | None = None  # None: no node was drawn, all were picked
     confidence: list[list[float]] | None = None  # how sure the drafter is of each node of a chain, if it was asked
 
     @classmethod
     def chains(
         cls,
         tokens: list[list[int]],
-        sources: list[list[torch.Tensor]] | None = None,
+        sources: Sources | None = None,
         confidence: list[list[float]] | None = None,
     ) -> Draft:
         return cls(tokens, [list(range(-1, len(chain) - 1)) for chain in tokens], sources, confidence)
@@ -318,7 +328,11 @@ class Draft:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def is_chain(self, i: int) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents[i]))
+        return self.parents[i] == list(range(-1, len(self.parents[i]) - 1))
+
+    def source_rows(self, i: int) -> list[int]:
+        """Of each node, see Sources."""
+        return [PICKED] * len(self.tokens[i]) if self.sources is None else self.sources.rows[i]
 
     def path(self, i: int, node: int) -> list[int]:
         """The nodes from the root's child down to this one."""
@@ -333,9 +347,11 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     """Refuse what is not a draft for this batch: drafters may be users' own."""
     if not isinstance(draft, Draft):
         raise DraftError("draft", draft, "not a Draft", "return Draft(...), Draft.chains(...) or Draft.empty(...)")
-    for name in ("tokens", "parents", "sources"):
-        trees = getattr(draft, name)
-        if trees is not None and len(trees) != len(batch):
+    if not isinstance(draft.sources, Sources | None):
+        raise DraftError("sources", draft.sources, "not Sources", "return Draft(..., sources=Sources(rows, table))")
+    sources = draft.tokens if draft.sources is None else draft.sources.rows
+    for name, trees in (("tokens", draft.tokens), ("parents", draft.parents), ("sources", sources)):
+        if len(trees) != len(batch):
             raise DraftError(name, f"{len(trees)} trees", f"for {len(batch)} sequences", "one per sequence, some empty")
     for i, (tokens, parents) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         max_nodes = batch.max_nodes[i] if batch.complete(i) else 0
@@ -343,8 +359,8 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
             raise DraftError("draft", tokens, f"{len(tokens)} nodes where {max_nodes} are allowed", "propose fewer")
         if len(parents) != len(tokens) or any(not -1 <= p < node for node, p in enumerate(parents)):
             raise DraftError("parents", parents, "a parent must come before its node", "order the tree")
-        if draft.sources is not None and len(draft.sources[i]) != len(tokens):
-            raise DraftError("sources", f"{len(draft.sources[i])} rows", f"for {len(tokens)} nodes", "one per node")
+        if len(sources[i]) != len(tokens):
+            raise DraftError("sources", f"{len(sources[i])} rows", f"for {len(tokens)} nodes", "one per node")
         for token in tokens:
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise DraftError("draft", token, f"not a token id below {vocab}", "propose the target's tokens")

@@ -14,7 +14,7 @@ from faircopy.drafters.ngram import NgramDrafter
 from faircopy.errors import DraftError
 from faircopy.model.runner import Result, Runner
 from faircopy.testing import SpyDrafter, TableModel
-from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
+from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence, Sources
 from tests.helpers import assert_same, engine_of, load, random_prompts, references, requests_of, run
 
 
@@ -60,6 +60,28 @@ def test_a_draft_model_catches_up_without_special_cases(checkpoint: Callable[...
     worse.step()
     assert seq.accepted == 0
     assert rows == [5, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("poison", [None, 9], ids=["sound", "broken"])
+def test_drafts_are_the_same_whether_the_host_reads_each_token_or_all_at_once(
+    verifier: str, poison: int | None
+) -> None:
+    """A bias of nothing makes it read each. Behind a token after which nothing is finite no token is drafted."""
+    proposed, texts = [], []
+    for bias in ({}, {0: 0.0}):
+        model, draft = TableModel(vocab=12), TableModel(vocab=12)
+        draft.poison = poison
+        engine = engine_of(model, draft=draft, k=4, verifier=verifier, max_batch=3)
+        engine.drafter = spy = SpyDrafter(engine.drafter)
+        params = [SamplingParams(max_tokens=30, temperature=t, logit_bias=bias) for t in (0.0, 0.8)]
+        seqs = run(engine, [Request((n, 5), params[n % 2], n) for n in range(6)])
+        proposed.append([(drafted.tokens, drafted.parents) for drafted in spy.proposed])
+        texts.append([seq.output for seq in seqs])
+    assert proposed[0] == proposed[1] and texts[0] == texts[1]
+    drafts = [tokens for trees, _ in proposed[0] for tokens in trees]
+    assert max(map(len, drafts)) == 4
+    assert poison is None or (any(poison in tokens for tokens in drafts) and all(poison not in d[:-1] for d in drafts))
 
 
 def rows_of(runner: Runner) -> list[int]:
@@ -148,7 +170,9 @@ class Fixed(NoDrafter):
         (Draft([[1.5]], [[-1]]), "not a token id below 64"),  # type: ignore[list-item]
         (Draft([], []), "0 trees"),
         (Draft([[1]], []), "0 trees"),
-        (Draft([[1]], [[-1]], [[]]), "0 rows"),
+        (Draft([[1]], [[-1]], Sources([[]], lambda: torch.ones(1, 64) / 64)), "0 rows"),
+        (Draft([[1]], [[-1]], Sources([], lambda: torch.ones(1, 64) / 64)), "0 trees"),
+        (Draft([[1]], [[-1]], [[0]]), "not Sources"),  # type: ignore[arg-type]
         (None, "not a Draft"),
     ],
 )

@@ -136,7 +136,7 @@ def test_the_engines_drafter_is_asked_how_sure_it_is() -> None:
         Unsure(),
         [Sequence(n, Request((1, 2), drafter=name), [1, 2]) for n, name in enumerate((None, "ngram"))],
     )
-    wrapped = PerRequestDrafter(own, {"ngram": NgramDrafter()}, VOCAB)
+    wrapped = PerRequestDrafter(own, {"ngram": NgramDrafter()})
     wanted = Confidence(0.1, 0.2, (0.1, 0.9))
     draft = wrapped.propose(Batch(asked, [2, 2], [2, 2], wanted))
     assert own.asked == [wanted] and draft.confidence == [[0.3], []]

@@ -39,9 +39,10 @@ from faircopy.costs import CostTable, Curve
 from faircopy.drafters.folder import head_skeleton, load_head, save_head
 from faircopy.drafters.trees import best_shape, node_values
 from faircopy.kernels.cpu.product import PackedWeight, fits, packed_bytes
+from faircopy.layout.base import Cache, Packed
 from faircopy.measured_acceptance import History, keep_history, known_history
 from faircopy.measured_costs import keep_costs
-from faircopy.model.base import FINAL, ModelShape
+from faircopy.model.base import FINAL, ModelShape, Taps
 from faircopy.model.loader import load_model
 from faircopy.model.pass_bytes import activation_bytes
 from faircopy.model.shape import shape_of_checkpoint, shape_of_config, shape_of_model
@@ -75,6 +76,7 @@ from faircopy.planning.roofline import BatchLaw, Roofline, best_k, fit
 from faircopy.terminal.plan import Wish, plan_for
 from faircopy.testing import TableModel
 from faircopy.types import Batch, Draft, Request, Sequence
+from faircopy.verify.rejection import drawing_bytes
 from tests.helpers import CPU, load
 from tests.test_cli import run as run_command
 from tests.test_heads import head_for
@@ -188,6 +190,35 @@ def test_a_pass_allocates_what_is_declared(dtype: torch.dtype, change: dict[str,
 
     run()
     assert activation_bytes(shape_of_model(model), rows, CPU) == pytest.approx(most_bytes_alive(run), rel=0.06)
+
+
+class WideModel(TableModel):
+    """A table of few rows over many tokens."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__(16)
+        self.vocab, self.dtype = vocab, dtype
+        self._rows = (3 * torch.randn(16, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+    def forward(self, packed: Packed, cache: Cache, taps: Taps | None = None) -> torch.Tensor:
+        return self._rows[packed.ids[packed.wanted] % 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "k"), [(4, 2), (8, 4), (4, 12)])
+def test_rejection_sampling_allocates_what_is_declared(dtype: torch.dtype, batch: int, k: int) -> None:
+    """In a step of the engine, with drafts that are rejected; most where many tokens could be drawn."""
+    vocab, rows = 20_000, batch * (k + 1)
+    target, draft = (WideModel(vocab, dtype, seed) for seed in range(2))
+    config = EngineConfig(k=k, verifier="rejection", max_batch=batch, cache_memory="16MiB")
+    engine = build_engine(target, draft=draft, config=config)
+    for seed in range(batch):
+        engine.add(Request((seed, 3), SamplingParams(temperature=0.8, max_tokens=200), seed))
+    for _ in range(2):
+        engine.step()
+    most = max(most_bytes_alive(lambda: engine.step() and None) for _ in range(3))
+    logits, declared = rows * vocab * dtype.itemsize, drawing_bytes(batch, rows, batch * k, vocab, dtype)
+    assert 0.85 * declared < most - logits < 1.01 * declared
 
 
 def test_memory_of_earlier_profiles_is_not_counted() -> None:

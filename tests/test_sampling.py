@@ -111,7 +111,8 @@ def test_a_row_without_a_token_left_is_broken() -> None:
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     free = a_row(SamplingParams())
     assert choose(logits, [*rows, free]) == [*[BROKEN] * 4, int(logits[4].argmax())]
-    assert probabilities(logits, [*rows, free]).isnan().any(-1).tolist() == [True] * 4 + [False]
+    drawn = a_row(SamplingParams(temperature=1.0))
+    assert probabilities(logits[2:], [*rows[2:], drawn]).isnan().all(-1).tolist() == [True] * 2 + [False]
 
 
 @pytest.mark.parametrize("verifier", ["exact", "rejection"])
@@ -143,12 +144,23 @@ def test_filters_keep_what_they_should() -> None:
     assert kept(top_k=3, top_p=0.5, min_p=0.9) == [0]
 
 
-def test_probabilities_of_a_greedy_row_are_certain() -> None:
+def test_probabilities_are_those_of_the_filtered_scores() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    rows = [a_row(SamplingParams(), output=()), a_row(SamplingParams(temperature=2.0, top_k=2), output=())]
+    rows = [a_row(SamplingParams(temperature=t, top_k=k), output=()) for t, k in ((1.0, 0), (2.0, 2))]
     table = probabilities(logits, rows)
-    assert table[0].tolist() == [0.0, 1.0, 0.0]
+    assert torch.equal(table[0], torch.softmax(torch.tensor([0.0, 3.0, 1.0]), 0))
     assert torch.allclose(table[1], torch.softmax(torch.tensor([-torch.inf, 1.5, 0.5]), 0))
+    assert logits.tolist() == [[0.0, 3.0, 1.0]] * 2, "logits are not written to"
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_row_that_is_not_finite_has_no_probabilities(options: dict[str, float], number: float) -> None:
+    """One number of a row shows it."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, 17] = number
+    row = a_row(SamplingParams(temperature=0.8, **options))  # type: ignore[arg-type]
+    assert probabilities(logits, [row, row]).isnan().tolist() == [[False] * 50, [True] * 50]
 
 
 def test_logprobs_name_the_token_first_then_the_best() -> None:

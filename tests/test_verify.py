@@ -13,9 +13,13 @@ import pytest
 import torch
 
 from faircopy.acceptance import accept_path, children
+from faircopy.drafters.base import Drafter
+from faircopy.drafters.ngram import NgramDrafter
+from faircopy.errors import DraftError
 from faircopy.model.runner import Runner
 from faircopy.testing import TableModel
-from faircopy.types import Draft, Request, SamplingParams
+from faircopy.testing.operators import HostCost
+from faircopy.types import Batch, Draft, Request, SamplingParams, Sources
 from faircopy.verify import rejection
 from tests.helpers import engine_of, random_prompts, references, run, scripted
 
@@ -183,6 +187,147 @@ def test_rejection_in_the_engine_draws_from_the_target() -> None:
     counts = torch.bincount(torch.tensor([seq.output[1] for seq in seqs]), minlength=16)
     assert float(((counts - second) ** 2 / second).sum()) < 37.7
     assert engine.meter.acceptance > 0.5
+
+
+def near_pair(vocab: int, apart: float) -> tuple[TableModel, TableModel]:
+    """A target, and a draft model whose logits are a little apart from its own."""
+    model, draft = TableModel(vocab), TableModel(vocab)
+    model._table = model._table / 3
+    draft._table = model._table + apart * TableModel(vocab, seed=1)._table
+    return model, draft
+
+
+class DrawnSiblings(Drafter):
+    """Draws two siblings without replacement, and a child of the first, from a draft model's table."""
+
+    def __init__(self, model: TableModel) -> None:
+        self._table = torch.softmax(model._table.double(), -1).numpy()
+
+    def propose(self, batch: Batch) -> Draft:
+        trees, rows, used = [], [], []
+        for seq, most in zip(batch.seqs, batch.max_nodes, strict=True):
+            source, at = np.random.default_rng([seq.seed, len(seq.tokens)]), len(seq.tokens)
+            root = self._table[(at - 1) % 7, seq.tokens[-1]]
+            elder = int(source.choice(len(root), p=root))
+            younger = int(source.choice(len(root), p=rejection.without(root, elder)))
+            below = self._table[at % 7, elder]
+            trees.append([elder, younger, int(source.choice(len(root), p=below))][:most])
+            rows.append([len(used), len(used), len(used) + 1][:most])
+            used += [root, below]
+        return Draft(
+            trees, [[-1, -1, 0][: len(tree)] for tree in trees], Sources(rows, lambda: torch.tensor(np.array(used)))
+        )
+
+
+def test_siblings_drawn_without_replacement_keep_the_law_in_the_engine() -> None:
+    """Chi-square of the first and the second token over 2,000 requests (5 values: 20.5 is 0.1 %)."""
+    model, draft = near_pair(6, 1.0)
+    engine = engine_of(model, DrawnSiblings(draft), k=3, verifier="rejection", max_batch=250)
+    params = SamplingParams(max_tokens=9, temperature=1.0)
+    seqs = [engine.add(Request((3,), params, seed)) for seed in range(2000)]
+    for _ in range(8):
+        engine.step()
+        engine.step()
+        for seq in list(engine.scheduler.running):
+            engine.abort(seq)
+    first = torch.softmax(model._table[0, 3], 0)
+    second = sum(first[t] * torch.softmax(model._table[1, t], 0) for t in range(6))
+    for place, law in enumerate((first, second)):
+        counts = torch.bincount(torch.tensor([seq.output[place] for seq in seqs]), minlength=6)
+        assert float(((counts - 2000 * law) ** 2 / (2000 * law)).sum()) < 20.5
+    assert engine.meter.acceptance > 0.3
+
+
+MIXED = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.8, logprobs=1),
+    SamplingParams(max_tokens=24, temperature=1.2, top_k=5, top_p=0.9),
+    SamplingParams(max_tokens=24, temperature=0.9, min_p=0.05, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize("drafter", ["model", "siblings", "ngram"])
+def test_texts_under_rejection_do_not_depend_on_the_batch(drafter: str) -> None:
+    model, draft = near_pair(64, 0.1)
+    own = {"siblings": DrawnSiblings(draft), "ngram": NgramDrafter(1, 3), "model": None}[drafter]
+    texts = []
+    for batch in (8, 1, 3):
+        engine = engine_of(model, own, draft=draft if own is None else None, k=4, verifier="rejection", max_batch=batch)
+        seqs = run(engine, [Request((n % 7, 3), MIXED[n % 4], n) for n in range(16)])
+        texts.append([(seq.output, seq.logprobs) for seq in seqs])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_rejections_left_is_computed_for_all_rows_as_for_one() -> None:
+    source = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(2 * torch.randn(6, 50, generator=source), -1) for _ in range(2))
+    rows = [rejection.Row(p, n) for n in range(6)]
+    drawn = [rejection.residual(rows[n], rejection.Row(q, 5 - n), 7) for n in range(3)]
+    picked = [rejection.residual(rows[n], None, n) for n in (5, 3)]
+    younger = rejection.residual(drawn[1], rejection.without(rejection.Row(q, 2), 9), 11)
+    asked = [rows[4], *drawn, younger, *picked]
+    table = p.double().numpy(), q.double().numpy()
+    left = [rejection.residual(table[0][n], table[1][5 - n], 7) for n in range(3)]
+    last = rejection.residual(left[1], rejection.without(table[1][2], 9), 11)
+    wanted = [table[0][4], *left, last, *(rejection.residual(table[0][n], None, n) for n in (5, 3))]
+    for order in (range(7), range(6, -1, -1), (1,), (4,), (0, 5)):
+        found = rejection.numbers_of([asked[n] for n in order]).numpy()
+        assert np.allclose(found, [wanted[n] for n in order], rtol=1e-13, atol=0)
+    assert younger[13] == pytest.approx(last[13], rel=1e-13)
+    assert np.allclose(rejection.numbers_of(asked), wanted, rtol=1e-13, atol=0), "a row that was computed before"
+
+
+@pytest.mark.parametrize("vocab", [5, 1024, 3000])
+def test_tokens_are_drawn_where_the_running_sum_passes_a_number(vocab: int) -> None:
+    source = torch.Generator().manual_seed(vocab)
+    table = torch.rand(40, vocab, generator=source, dtype=torch.float64)
+    table *= torch.rand(40, vocab, generator=source) < 0.3  # some tokens cannot be drawn
+    table[:, 2] += 0.1
+    table[0] = torch.eye(vocab)[4]
+    table /= table.sum(-1, keepdim=True)
+    numbers = torch.rand(40, generator=source, dtype=torch.float64).tolist()
+    tokens = rejection.drawn_tokens(table, numbers)
+    for row, number, token in zip(table, numbers, tokens, strict=True):
+        assert row[:token].sum() <= number + 1e-12 and number <= row[: token + 1].sum() + 1e-12
+        assert row[token] > 0
+    last = [int(row.nonzero()[-1]) for row in table]
+    assert rejection.drawn_tokens(table * (1 - 1e-12), [1 - 2**-53] * 40) == last
+
+
+def highest_cost(drafter: str, batch: int, k: int) -> tuple[int, int]:
+    """The most operators and waits of a step outside of its passes."""
+    model, draft = near_pair(64, 0.03)
+    own = {"model": None, "ngram": NgramDrafter(1, 3)}[drafter]
+    engine = engine_of(model, own, draft=draft if own is None else None, k=k, verifier="rejection", max_batch=batch)
+    for seed in range(batch):
+        engine.add(Request((3, 4, 3, 4, 3), SamplingParams(max_tokens=400, temperature=0.8, top_p=0.9), seed))
+    found = []
+    for _ in range(40):
+        with HostCost(engine) as cost:
+            engine.step()
+        found.append((sum(cost.operators.values()), sum(cost.waits.values())))
+    return max(found[2:])
+
+
+def test_the_hosts_operators_do_not_grow_with_a_batch_of_chains() -> None:
+    few = highest_cost("model", 3, 4)
+    assert few == highest_cost("model", 16, 4)
+    assert few[1] == 1 + 3, "one read of the draft model's tokens, and three for the verdict"
+    assert highest_cost("ngram", 3, 2) == highest_cost("ngram", 16, 8)
+    (first, _), (second, _), (third, _) = (highest_cost("model", 8, k) for k in (2, 4, 6))
+    assert third - second == second - first, "a level of the draft costs the same wherever it is"
+    assert first < 140, "operators of two levels and the verdict, with filters"
+
+
+def test_a_table_without_the_rows_of_drawn_nodes_is_refused() -> None:
+    class Wrong(Drafter):
+        def propose(self, batch: Batch) -> Draft:
+            return Draft([[1]], [[-1]], Sources([[3]], lambda: torch.ones(2, 64) / 64))
+
+    engine = engine_of(TableModel(), Wrong(), verifier="rejection")
+    engine.add(Request((1, 2), SamplingParams(max_tokens=4, temperature=1.0)))
+    with pytest.raises(DraftError, match=r"sources.*row 3.*64 tokens"):
+        engine.step()
 
 
 def test_rejection_with_greedy_requests_is_plain_decoding() -> None:

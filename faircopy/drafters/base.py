@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from faircopy.model.runner import Passes, Result
-from faircopy.types import Batch, Draft, Sequence, Verdict
+from faircopy.types import Batch, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -77,11 +74,6 @@ def chains(batch: Batch, chain: Callable[[Sequence, int], list[int]]) -> Draft:
     )
 
 
-def certain(tokens: list[int], vocab: int) -> list[Tensor]:
-    """What nodes were drawn from that were picked: each from itself."""
-    return [F.one_hot(torch.tensor(token), vocab).float() for token in tokens]
-
-
 def permitted(draft: Draft, batch: Batch) -> Draft:
     """The draft without the nodes that a sequence's constraint forbids, and without what follows them."""
     if all(seq.request.constraint is None for seq in batch.seqs):
@@ -91,9 +83,13 @@ def permitted(draft: Draft, batch: Batch) -> Draft:
     return Draft(
         [[draft.tokens[i][node] for node in nodes] for i, nodes in enumerate(kept)],
         [[places[i].get(draft.parents[i][node], -1) for node in nodes] for i, nodes in enumerate(kept)],
-        None if draft.sources is None else [[draft.sources[i][node] for node in nodes] for i, nodes in enumerate(kept)],
+        None if draft.sources is None else _of_kept(draft.sources, kept),
         None if draft.confidence is None else [_of_nodes(draft.confidence[i], nodes) for i, nodes in enumerate(kept)],
     )
+
+
+def _of_kept(sources: Sources, kept: list[list[int]]) -> Sources:
+    return replace(sources, rows=[[sources.rows[i][node] for node in nodes] for i, nodes in enumerate(kept)])
 
 
 def _of_nodes(confidence: list[float], nodes: list[int]) -> list[float]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from faircopy.drafters.base import Drafter, certain
+from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head, Rows
+from faircopy.drafters.sources import SourceTable
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
 from faircopy.model.trial import CachedRows, scene
-from faircopy.sampling import SamplingRow, noisy, probabilities
-from faircopy.types import Batch, Draft, Sequence, Verdict
+from faircopy.sampling import SamplingRow, choose, noisy
+from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -43,7 +47,10 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, batch: Batch) -> Draft:
-        draft = Draft.chains([[] for _ in batch.seqs], [[] for _ in batch.seqs] if self._sampled else None)
+        drawn = SourceTable() if self._sampled else None
+        draft = Draft.chains(
+            [[] for _ in batch.seqs], None if drawn is None else Sources([[] for _ in batch.seqs], drawn)
+        )
         part = self._readable(batch)
         if not part.seqs:
             return draft
@@ -51,7 +58,7 @@ class HeadDrafter(Drafter):
         live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n]]
         if live:
             growing = [_GrowingTree(part.seqs[n], self._tree(part.seqs[n], part.max_nodes[n])) for n in live]
-            self._grow(growing, memory[live])
+            self._grow(growing, rows_of(memory, live), drawn)
             places = {seq: i for i, seq in enumerate(batch.seqs)}
             for growth in growing:
                 self._write(draft, places[growth.seq], growth)
@@ -148,8 +155,7 @@ class HeadDrafter(Drafter):
         memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
         self.rows_read += packed.size
         self._layout.advance(part)
-        ends = torch.tensor(packed.fed).cumsum(0) - 1
-        return memory[ends.to(memory.device)]
+        return rows_of(memory, [end - 1 for end in accumulate(packed.fed)])
 
     def _states(self, part: Batch) -> Tensor:
         """The target's states of the rows before those about to be read, end to end."""
@@ -169,21 +175,21 @@ class HeadDrafter(Drafter):
         """With rejection sampling sampled requests get a chain, each token of which is drawn."""
         return Tree(max_nodes) if self._sampled and not seq.params.greedy else self._head.tree(max_nodes)
 
-    def _grow(self, growing: list[_GrowingTree], memory: Tensor) -> None:
-        """Level by level, all sequences together."""
-        tokens = torch.tensor([growth.seq.tokens[-1] for growth in growing], device=memory.device)
+    def _grow(self, growing: list[_GrowingTree], memory: Tensor, drawn: SourceTable | None) -> None:
+        """Level by level, all sequences together; drawn: to be told what tokens are drawn from."""
+        tokens = sent([growth.seq.tokens[-1] for growth in growing], torch.int64, memory.device)
         front = [(growth, -1) for growth in growing]
         rows: Rows | None = None
         for level in range(self._head.levels):
             guess = self._head.step(level, memory[None], tokens[None], rows)
-            self._offer(front, torch.nan_to_num(guess.logits[0].float(), neginf=-torch.inf))
+            self._offer(front, torch.nan_to_num(guess.logits[0].float(), neginf=-torch.inf), drawn)
             above = {place: n for n, place in enumerate(front)}
             grown = dict.fromkeys(growth for growth, _ in front)
             front = [(growth, node) for growth in grown for node in growth.tree.front]
             if not front:
                 return
-            memory = guess.memory[0][[above[growth, growth.tree.above(node)] for growth, node in front]]
-            tokens = torch.tensor([growth.tree.tokens[node] for growth, node in front], device=memory.device)
+            memory = rows_of(guess.memory[0], [above[growth, growth.tree.above(node)] for growth, node in front])
+            tokens = sent([growth.tree.tokens[node] for growth, node in front], torch.int64, memory.device)
             rows = self._node_rows(front) if self._head.deep and level + 1 < self._head.levels else None
 
     def _node_rows(self, front: list[tuple[_GrowingTree, int]]) -> Rows:
@@ -196,16 +202,16 @@ class HeadDrafter(Drafter):
         done = [len(tree.expanded) - len(tree.front) for tree in trees]
         return self._rows(self._layout.pack(part, _expanded(trees), done))
 
-    def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor) -> None:
+    def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor, drawn: SourceTable | None) -> None:
         """Add one level to every tree, from the head's logits at its front."""
         rows = [SamplingRow(growth.seq, growth.tree.path(node)) for growth, node in front]
         offers: dict[_GrowingTree, list[Offer]] = {}
-        for (growth, _), offer in zip(front, _offers(logits, rows), strict=True):
+        offered = _offers if drawn is None else _chain_offers
+        for (growth, _), offer in zip(front, offered(logits, rows), strict=True):
             offers.setdefault(growth, []).append(offer)
-        if self._sampled:
-            drawn_from = probabilities(logits, rows)
-            for n, (growth, _) in enumerate(front):
-                growth.sources.append(drawn_from[n])
+        if drawn is not None:
+            for (growth, _), place in zip(front, drawn.add(logits, rows), strict=True):
+                growth.sources.append(place)
         for growth, mine in offers.items():
             growth.tree.grow(mine)
 
@@ -214,8 +220,8 @@ class HeadDrafter(Drafter):
         draft.tokens[i].extend(tokens)
         draft.parents[i].extend(parents)
         if draft.sources is not None:
-            drawn = not growth.seq.params.greedy  # a node that was picked counts as drawn from itself
-            draft.sources[i].extend(growth.sources[: len(tokens)] if drawn else certain(tokens, self._head.vocab))
+            picked = growth.seq.params.greedy
+            draft.sources.rows[i].extend([PICKED] * len(tokens) if picked else growth.sources[: len(tokens)])
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +230,7 @@ class _GrowingTree:
 
     seq: Sequence
     tree: Tree
-    sources: list[Tensor] = field(default_factory=list)  # of a chain, per level
+    sources: list[int] = field(default_factory=list)  # of a chain, per level, see Sources
 
 
 def rows_over(layout: PagedLayout, packed: Packed, head_dim: int) -> Rows:
@@ -254,3 +260,18 @@ def _offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
         [(token, value) for token, value in zip(*both, strict=True) if value > -torch.inf]
         for both in zip(ids.tolist(), values.tolist(), strict=True)
     ]
+
+
+def _chain_offers(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
+    """The same for chains of sampled requests, which need one token."""
+    offers: list[Offer] = [[] for _ in rows]
+    for greedy, offered in ((True, _offers), (False, _drawn)):
+        places = [n for n, row in enumerate(rows) if row.seq.params.greedy == greedy]
+        some = offered(rows_of(logits, places), [rows[n] for n in places]) if places else []
+        for n, offer in zip(places, some, strict=True):
+            offers[n] = offer
+    return offers
+
+
+def _drawn(logits: Tensor, rows: list[SamplingRow]) -> list[Offer]:
+    return [[(token, 0.0)] if token != BROKEN else [] for token in choose(logits, rows)]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy.drafters.base import Drafter
+from faircopy.drafters.sources import SourceTable
 from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.transfer import received, rows_of
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.model.runner import Result, Runner
-from faircopy.sampling import SamplingRow, choose, probabilities
-from faircopy.types import Batch, Confidence, Draft, Sequence, Verdict
+from faircopy.sampling import SamplingRow, chosen_tokens
+from faircopy.types import Batch, Confidence, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -41,27 +43,50 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         count, asked = len(batch), batch.confidence
+        drawn = SourceTable() if self._sampled else None
         draft = Draft.chains(
             [[] for _ in range(count)],
-            [[] for _ in range(count)] if self._sampled else None,
+            None if drawn is None else Sources([[] for _ in range(count)], drawn),
             None if asked is None else [[] for _ in range(count)],
         )
         places = {seq: i for i, seq in enumerate(batch.seqs)}
         part = self._noted(self._readable(batch))
         paths = dict.fromkeys(part.seqs, 1.0)  # how likely each draft is accepted as a whole
-        depth = 0
+        waits, depth = self._waits(part, asked), 0
+        ids: Tensor | None = None  # tokens that the host has not read
+        unread: list[_Level] = []
         while part.seqs:
-            chains = Draft.chains([draft.tokens[places[seq]] for seq in part.seqs])
-            result = self._runner.forward(part, chains, done=max(depth - 1, 0))
+            chains = Draft.chains([draft.tokens[places[seq]] if waits else [0] * depth for seq in part.seqs])
+            result = self._runner.forward(part, chains, max(depth - 1, 0), ids)
             self.rows_read += result.packed.size if depth == 0 else 0
             live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n] > depth]
-            self._guess(draft, [(places[part.seqs[n]], part.seqs[n]) for n in live], _last_rows(result, live))
+            if live:
+                rows = [SamplingRow(part.seqs[n], chains.tokens[n]) for n in live]
+                level = self._guess([places[row.seq] for row in rows], rows, _last_rows(result, live), drawn, asked)
+                unread.append(level)
             depth += 1
-            more = [n for n in live if part.max_nodes[n] > depth and part.seqs[n] not in self._mute]
-            if asked is not None:
-                more = [n for n in more if self._sure(draft, places[part.seqs[n]], part.seqs[n], paths, asked)]
+            more = [n for n in live if part.max_nodes[n] > depth]
+            if waits:
+                self._read(draft, unread)
+                more = [n for n in more if self._goes_on(draft, places[part.seqs[n]], part.seqs[n], paths, asked)]
+            elif more:
+                ids = rows_of(level.tokens, [live.index(n) for n in more]).clamp(min=0)
             part = _part(part, more)
+        self._read(draft, unread)
         return Draft.chains(draft.tokens, draft.sources, draft.confidence)
+
+    def _waits(self, part: Batch, asked: Confidence | None) -> bool:
+        """Whether the host reads each token before the next pass: parameters and confidence may depend on it.
+
+        Else all passes run one behind the other, and the host reads once.
+        """
+        paged = isinstance(self._runner.layout, PagedLayout)  # rows of a pass are the sequences, in order
+        return not paged or asked is not None or any(seq.adjusts for seq in part.seqs)
+
+    def _goes_on(
+        self, draft: Draft, i: int, seq: Sequence, paths: dict[Sequence, float], asked: Confidence | None
+    ) -> bool:
+        return seq not in self._mute and (asked is None or self._sure(draft, i, seq, paths, asked))
 
     def _sure(self, draft: Draft, i: int, seq: Sequence, paths: dict[Sequence, float], asked: Confidence) -> bool:
         """Whether the draft so far is likely enough to go on; a last token that makes it unlikely is taken back.
@@ -140,23 +165,35 @@ class ModelDrafter(Drafter):
                 part.add(seq, upto, max_nodes)
         return part
 
-    def _guess(self, draft: Draft, places: list[tuple[int, Sequence]], logits: Tensor) -> None:
-        """One more token for each chain."""
-        if not places:
-            return
-        rows, logits = [SamplingRow(seq, draft.tokens[i]) for i, seq in places], self._fit(logits)
-        tokens = choose(logits, rows)
-        sure = _confidence(logits, tokens) if draft.confidence is not None else []
-        drawn_from = probabilities(logits, rows) if draft.sources is not None else None
-        for n, (i, seq) in enumerate(places):
-            if tokens[n] == BROKEN:
-                self._mute.add(seq)
-                continue
-            draft.tokens[i].append(tokens[n])
-            if draft.confidence is not None:
-                draft.confidence[i].append(sure[n])
-            if draft.sources is not None and drawn_from is not None:
-                draft.sources[i].append(drawn_from[n])
+    def _guess(
+        self,
+        places: list[int],
+        rows: list[SamplingRow],
+        logits: Tensor,
+        drawn: SourceTable | None,
+        asked: Confidence | None,
+    ) -> _Level:
+        """One more token for each chain; drawn: to be told what it is drawn from."""
+        logits = self._fit(logits)
+        sources = [] if drawn is None else drawn.add(logits, rows)
+        tokens = chosen_tokens(logits, rows)
+        sure = logits[:0, 0] if asked is None else _confidence(logits, tokens)
+        return _Level(places, [row.seq for row in rows], tokens, sources, sure)
+
+    def _read(self, draft: Draft, levels: list[_Level]) -> None:
+        """Wait for the tokens of these levels, and append them; a draft ends where there is none."""
+        numbers = received(*(part for level in levels for part in (level.tokens, level.sure))) if levels else []
+        for level, tokens, sure in zip(levels, numbers[::2], numbers[1::2], strict=True):
+            for n, (i, seq) in enumerate(zip(level.places, level.seqs, strict=True)):
+                if seq in self._mute or tokens[n] == BROKEN:
+                    self._mute.add(seq)
+                    continue
+                draft.tokens[i].append(int(tokens[n]))
+                if draft.confidence is not None:
+                    draft.confidence[i].append(sure[n])
+                if draft.sources is not None:
+                    draft.sources.rows[i].append(level.sources[n])
+        levels.clear()
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: heads of one tokenizer may be padded to different sizes."""
@@ -164,17 +201,25 @@ class ModelDrafter(Drafter):
         return logits[:, : self._vocab] if missing <= 0 else F.pad(logits, (0, missing), value=-torch.inf)
 
 
-def _confidence(logits: Tensor, tokens: list[int]) -> list[float]:
+class _Level(NamedTuple):
+    """One more token for some chains, where the model runs."""
+
+    places: list[int]  # of the sequences in the draft
+    seqs: list[Sequence]
+    tokens: Tensor  # [n]
+    sources: list[int]  # what each was drawn from, if that is wanted
+    sure: Tensor  # [n], or empty
+
+
+def _confidence(logits: Tensor, tokens: Tensor) -> Tensor:
     """The probability of each row's token before any parameter acts."""
-    scores, chosen = logits.float(), torch.tensor(tokens, device=logits.device).clamp(min=0)
-    best: list[float] = (scores.gather(1, chosen[:, None])[:, 0] - scores.logsumexp(-1)).exp().tolist()
-    return best
+    scores, chosen = logits.float(), tokens.long().clamp(min=0)
+    return (scores.gather(1, chosen[:, None])[:, 0] - scores.logsumexp(-1)).exp()
 
 
 def _last_rows(result: Result, live: list[int]) -> Tensor:
     """The last row of logits of these sequences."""
-    rows = [result.packed.rows[n].stop - 1 for n in live]
-    return result.logits if rows == list(range(result.logits.shape[0])) else result.logits[rows]
+    return rows_of(result.logits, [result.packed.rows[n].stop - 1 for n in live])
 
 
 def _part(batch: Batch, places: list[int]) -> Batch:

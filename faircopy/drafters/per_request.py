@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from faircopy.drafters.base import Drafter, captured_drafter, certain, chains
+from faircopy.drafters.base import Drafter, captured_drafter, chains
 from faircopy.model.runner import Result
-from faircopy.types import Batch, Draft, Sequence, Verdict
+from faircopy.types import PICKED, Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
@@ -53,8 +53,8 @@ class PredictionDrafter(Drafter):
 class PerRequestDrafter(Drafter):
     """Asks the engine's drafter, and others for the requests that name one or bring a prediction."""
 
-    def __init__(self, default: Drafter, others: Mapping[str, Drafter], vocab: int) -> None:
-        self.default, self._others, self._vocab = default, dict(others), vocab
+    def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
+        self.default, self._others = default, dict(others)
         self._prediction = PredictionDrafter()
         self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
         self.layers = default.layers
@@ -111,7 +111,8 @@ class PerRequestDrafter(Drafter):
         """Both drafts; no sequence has nodes in more than one."""
         sources = draft.sources
         if sources is not None:
-            sources = [[*s, *certain(t, self._vocab)] for s, t in zip(sources, more.tokens, strict=True)]
+            rows = [[*mine, *[PICKED] * len(theirs)] for mine, theirs in zip(sources.rows, more.tokens, strict=True)]
+            sources = replace(sources, rows=rows)
         return Draft(
             [[*mine, *theirs] for mine, theirs in zip(draft.tokens, more.tokens, strict=True)],
             [[*mine, *theirs] for mine, theirs in zip(draft.parents, more.parents, strict=True)],

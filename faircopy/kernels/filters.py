@@ -114,9 +114,7 @@ def exclude(scores: Tensor, filters: list[Filter]) -> None:
     """Set what each row [R, V] does not keep to minus infinity, in place."""
     rows = [i for i, what in enumerate(filters) if what.active]
     if rows and scores.is_cuda and (on_device := _kernel()) is not None:
-        found, last = on_device(scores, filters)
-        for i in rows:
-            _mask(scores[i : i + 1], found[i : i + 1], last[i : i + 1])
+        _mask(scores, *on_device(scores, filters))
     elif rows:
         count = max(1, AT_ONCE // scores.shape[1])
         for at in range(0, len(filters), count):

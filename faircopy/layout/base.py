@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,10 @@ class Packed:
     def padded(self) -> int:
         """How many of the rows stand for nothing."""
         return self.size - sum(self.fed) - sum(map(len, self.nodes))
+
+    def with_ids(self, ids: Tensor | None) -> Packed:
+        """The same rows with these tokens, if there are any."""
+        return self if ids is None else replace(self, ids=ids.to(self.ids.dtype))
 
     def unpadded(self, rows: Tensor) -> Tensor:
         """Of [T, ...] the rows that stand for something: each sequence's tokens, then its nodes, end to end."""

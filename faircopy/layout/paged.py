@@ -18,6 +18,7 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, LanePlan, attend
 from faircopy.kernels.cpu.attention import has_kernel, plan_rows
+from faircopy.kernels.transfer import sent
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
@@ -118,11 +119,11 @@ class PagedLayout:
         else:
             plans = self._page_plans(listed.pages, batch, like_graphs)
         return Packed(
-            torch.tensor(listed.ids, dtype=kind, device=self.device),
-            torch.tensor(listed.positions, dtype=kind, device=self.device),
-            torch.from_numpy(np.concatenate(listed.slots)).to(self.device),
+            sent(listed.ids, kind, self.device),
+            sent(listed.positions, kind, self.device),
+            sent(np.concatenate(listed.slots), torch.int64, self.device),
             plans,
-            torch.tensor(listed.wanted, dtype=torch.int64, device=self.device),
+            sent(listed.wanted, torch.int64, self.device),
             listed.fed,
             listed.nodes,
             listed.rows,
@@ -236,10 +237,10 @@ class PagedLayout:
             row[: len(table)] = table
         shortest = min(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
         blocks = -(-grid.shape[1] * self.tables.page // shortest)
-        sent = torch.from_numpy(grid).to(self.device)
+        pages = sent(grid, torch.int32, self.device)
         dim = max(layer.head_dim for layer in self.layers)
         plans = {
-            group: plan_pages(lanes, group, sent, self.tables.page, blocks, dim, self.itemsize, like_graphs)
+            group: plan_pages(lanes, group, pages, self.tables.page, blocks, dim, self.itemsize, like_graphs)
             for _, group in self._kinds
         }
         return {(window, group): plans[group] for window, group in self._kinds}
@@ -318,7 +319,7 @@ class PagedLayout:
         if not moves:
             return
         slots = self._slots(seq, base + max(nodes) + 1)
-        source, target = (torch.from_numpy(slots[list(side)]).to(self.device) for side in zip(*moves, strict=True))
+        source, target = (sent(slots[list(side)], torch.int64, self.device) for side in zip(*moves, strict=True))
         self.move(source, target)
         self.moved += len(moves)
 

@@ -34,8 +34,10 @@ class Passes(Protocol):
 
     times: dict[int, float]  # rows -> seconds, of the sizes that were warmed
 
-    def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
-        """The packed rows, the logits of the wanted ones and the hidden states of all."""
+    def run(
+        self, batch: Batch, draft: Draft, done: int, ids: Tensor | None
+    ) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        """The packed rows, the logits of the wanted ones and the hidden states of all. ids: see Runner.forward."""
 
     def warm(self) -> None:
         """Make now what would be made when it is first needed."""
@@ -74,14 +76,19 @@ class Runner:
         return end
 
     @torch.no_grad()
-    def forward(self, batch: Batch, draft: Draft, done: int = 0) -> Result:
-        """One packed pass over uncached tokens and the draft nodes from `done` on."""
-        packed, logits, states = (self.passes.run if self.passes is not None else self._run)(batch, draft, done)
+    def forward(self, batch: Batch, draft: Draft, done: int = 0, ids: Tensor | None = None) -> Result:
+        """One packed pass over uncached tokens and the draft nodes from `done` on.
+
+        ids: the tokens of all its rows, if the host has not read them; those in the draft are ignored.
+        """
+        packed, logits, states = (self.passes.run if self.passes is not None else self._run)(batch, draft, done, ids)
         self.layout.advance(batch)
         states = {layer: packed.unpadded(rows) for layer, rows in states.items()}
         return Result(packed, logits, self.layout.healthy, states)
 
-    def _run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
-        packed, taps = self.layout.pack(batch, draft, done), Taps(self.wants)
+    def _run(
+        self, batch: Batch, draft: Draft, done: int, ids: Tensor | None
+    ) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        packed, taps = self.layout.pack(batch, draft, done).with_ids(ids), Taps(self.wants)
         logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
         return packed, logits, taps.states

@@ -1,8 +1,8 @@
 """The memory model: everything the engine allocates, as named items in bytes, from sizes alone.
 
 An item's bytes come from the module that allocates it (weights: `model`, `kernels`; passes: `model/pass_bytes.py`;
-choosing tokens: `sampling.py`) or follow its code here. What Python, torch and compiled kernels take for themselves is
-not counted.
+choosing tokens: `sampling.py`, `verify/rejection.py`) or follow its code here. What Python, torch and compiled kernels
+take for themselves is not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from faircopy.model.base import ModelShape
 from faircopy.model.pass_bytes import activation_bytes, head_layer_bytes, logits_bytes, partial_attention_bytes
 from faircopy.planning.drafts import DraftShape
 from faircopy.sampling import choice_bytes
+from faircopy.verify.rejection import drawing_bytes
 
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
 GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
@@ -164,10 +165,7 @@ def _working(setup: Setup) -> list[Item]:
     """The largest pass, and what choosing tokens needs beyond it: a pass's layers are gone when its logits are read."""
     rows = setup.rows + (setup.chunk if setup.tokens > 1 else 0)
     layers = max(_pass(setup.target, setup, rows), _draft_pass(setup))
-    vocab, dtype = setup.target.vocab, setup.target.dtype
-    choosing = logits_bytes(setup.target, setup.rows) + choice_bytes(setup.rows, vocab, dtype, setup.sampled)
-    drawn_from = 12 * setup.rows * vocab if setup.rejection else 0  # by the draft, and by the target in float64
-    choosing = max(choosing, _draft_choices(setup)) + drawn_from
+    choosing = max(logits_bytes(setup.target, setup.rows) + _choices(setup), _draft_choices(setup))
     states = setup.draft.inputs * setup.target.dtype.itemsize * rows * 2
     gaps = HEAP if setup.device.type == "cpu" else 0
     return [
@@ -190,6 +188,15 @@ def _draft_pass(setup: Setup) -> int:
     if draft.model is not None:
         return _pass(draft.model, setup, rows)
     return head_layer_bytes(setup.target, draft.inputs, rows) if draft.layers else 0
+
+
+def _choices(setup: Setup) -> int:
+    """What the verifier allocates beside the target's logits."""
+    vocab, dtype = setup.target.vocab, setup.target.dtype
+    if not (setup.rejection and setup.sampled):
+        return choice_bytes(setup.rows, vocab, dtype, setup.sampled)
+    drawn = setup.batch * setup.nodes if setup.draft.kind in ("model", "head", "own") else 0
+    return drawing_bytes(setup.batch, setup.rows, drawn, vocab, dtype)
 
 
 def _draft_choices(setup: Setup) -> int:

@@ -55,13 +55,15 @@ class CapturedPasses:
         self._pool = pool
         self.times: dict[int, float] = {}  # rows -> seconds, of the graphs that were warmed
 
-    def run(self, batch: Batch, draft: Draft, done: int) -> tuple[Packed, Tensor, dict[int, Tensor]]:
-        """The packed rows, the logits of the wanted ones and the hidden states of all."""
+    def run(
+        self, batch: Batch, draft: Draft, done: int, ids: Tensor | None
+    ) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        """The packed rows, the logits of the wanted ones and the hidden states of all. ids: see Runner.forward."""
         listed = self._layout.list_rows(batch, draft, done)
         size = self._size(listed, batch)
         if size is not None:
-            return self._graph(size).run(listed, batch)
-        packed, taps = self._layout.place(listed, batch, like_graphs=True), Taps(self._wants)
+            return self._graph(size).run(listed, batch, ids)
+        packed, taps = self._layout.place(listed, batch, like_graphs=True).with_ids(ids), Taps(self._wants)
         return packed, self._model.forward(packed, self._layout, *([taps] if self._wants else [])), taps.states
 
     def warm(self) -> None:
@@ -173,8 +175,10 @@ class _PassGraph:
         self._replay = self._capture(pool)
 
     @torch.no_grad()
-    def run(self, listed: RowList, batch: Batch) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+    def run(self, listed: RowList, batch: Batch, ids: Tensor | None) -> tuple[Packed, Tensor, dict[int, Tensor]]:
         self._write(listed, [self._layout.tables.table(seq) for seq in batch.seqs])
+        if ids is not None:
+            self._inputs.tensors["ids"][: len(ids)].copy_(ids)
         self._replay()
         count, inputs = len(listed.ids), self._inputs.tensors
         packed = Packed(

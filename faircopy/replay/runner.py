@@ -22,7 +22,7 @@ from torch import Tensor
 
 from faircopy import rng
 from faircopy.capture import CapturedDrafter, GraphState, Work
-from faircopy.kernels.gpu.launch import compiling_ahead, sent
+from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pages import PATH
@@ -30,6 +30,7 @@ from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, con
 from faircopy.kernels.gpu.sampler import SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.kernels.transfer import sent
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from faircopy.kernels.gpu.launch import sent
 from faircopy.kernels.gpu.logprobs import MAX_LOGPROBS
 from faircopy.kernels.gpu.records import IN_PROMPT, MAX_STOPS, MAX_WORD, MAX_WORDS, Asks, Setting, float_bits
 from faircopy.kernels.gpu.sampler import SamplingSlots, write_filter
+from faircopy.kernels.transfer import sent
 from faircopy.sampling import row_filter
 from faircopy.types import Sequence
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from faircopy.acceptance import accept_path
 from faircopy.errors import NumericsError
+from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.transfer import rows_of, sent
+from faircopy.layout.base import Packed
 from faircopy.model.runner import Result
 from faircopy.sampling import SamplingRow, logprobs
 from faircopy.types import Batch, Decision, Draft, Logprobs, Sequence, Verdict
+
+Found = tuple[list[int], list[int]]  # accepted nodes, and their tokens plus one more, unless its row is broken
 
 
 class Verifier(Protocol):
@@ -26,15 +34,31 @@ def node_rows(batch: Batch, draft: Draft, i: int) -> list[SamplingRow]:
     return [SamplingRow(seq), *(SamplingRow(seq, path) for path in paths)]
 
 
-def decision(seq: Sequence, rows: Tensor, nodes: list[int], tokens: list[int], prompt: list[Logprobs]) -> Decision:
-    """Accepted nodes and their tokens; rows [1 + nodes, V] are the sequence's logits.
+def verdict(batch: Batch, draft: Draft, result: Result, found: dict[int, Found], broken: set[int]) -> Verdict:
+    """What was found for the sequences that were fed to their end; an error for those of broken feeds."""
+    return Verdict(
+        [
+            Decision(error=numerics_error(seq)) if i in broken else _decision(batch, draft, result, i, found.get(i))
+            for i, seq in enumerate(batch.seqs)
+        ]
+    )
+
+
+def _decision(batch: Batch, draft: Draft, result: Result, i: int, found: Found | None) -> Decision:
+    """What sequence i gained; None: it was not fed to its end.
 
     A token fewer than usual means that the row it should come from is broken: plain decoding would end there too.
     """
-    wanted = seq.params.logprobs
+    seq = batch.seqs[i]
+    prompt, wanted = prompt_logprobs(seq, batch, i, result), seq.params.logprobs
+    if found is None:
+        return Decision(prompt_logprobs=prompt)
+    nodes, tokens = found
     chosen: list[Logprobs] = []
     if wanted is not None and tokens:
-        chosen = logprobs(rows[[0, *(node + 1 for node in nodes)][: len(tokens)]], tokens, wanted)
+        last = result.packed.rows[i].stop - 1 - len(draft.tokens[i])  # the row of its last token
+        rows = sent([last, *(last + 1 + node for node in nodes)][: len(tokens)], torch.int64, result.logits.device)
+        chosen = logprobs(result.logits.index_select(0, rows), tokens, wanted)
     return Decision(nodes, tokens, chosen, prompt, numerics_error(seq) if len(tokens) == len(nodes) else None)
 
 
@@ -77,16 +101,44 @@ class Judged:
             spans.append(range(len(rows), len(rows) + len(mine)))
             rows += mine
             places += range(span.stop - len(mine), span.stop)
-        logits = result.logits if len(places) == result.logits.shape[0] else result.logits[places]
-        return cls(logits, rows, spans)
+        return cls(rows_of(result.logits, places), rows, spans)
+
+    def part(self, greedy: bool) -> Judged:
+        """The rows of greedy sequences alone, or of the others; spans of the rest are empty."""
+        places: list[int] = []
+        spans = []
+        for span in self.spans:
+            mine = span if span and self.rows[span.start].seq.params.greedy == greedy else range(0)
+            spans.append(range(len(places), len(places) + len(mine)))
+            places += mine
+        return Judged(rows_of(self.logits, places), [self.rows[n] for n in places], spans)
+
+    def complete(self) -> list[tuple[int, range]]:
+        """The sequences that were fed to their end, each with its span."""
+        return [(i, span) for i, span in enumerate(self.spans) if span]
+
+
+def accepted_paths(draft: Draft, judged: Judged, choices: list[int]) -> dict[int, Found]:
+    """Of each sequence that was fed to its end: the path of nodes that the target chose in these rows."""
+    found = {}
+    for i, span in judged.complete():
+        chosen = choices[span.start : span.stop]
+        broken = [token == BROKEN for token in chosen]
+        found[i] = accept_path(draft.tokens[i], draft.parents[i], chosen, broken)
+    return found
 
 
 def broken_feeds(result: Result) -> set[int]:
     """Sequences one of whose own tokens has no finite state: what follows it would be made up."""
     if result.healthy is None or bool(result.healthy.all()):
         return set()
-    healthy, start, broken = result.healthy.tolist(), 0, set()
-    for i, (fed, nodes) in enumerate(zip(result.packed.fed, result.packed.nodes, strict=True)):
+    return unhealthy_feeds(result.packed, result.healthy.tolist())
+
+
+def unhealthy_feeds(packed: Packed, healthy: Seq[float]) -> set[int]:
+    """The same, where the host has read which rows are healthy."""
+    start, broken = 0, set()
+    for i, (fed, nodes) in enumerate(zip(packed.fed, packed.nodes, strict=True)):
         if not all(healthy[start : start + fed]):
             broken.add(i)
         start += fed + len(nodes)

@@ -156,12 +156,6 @@ def power(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def sent(values: Any, kind: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device; the host does not wait for what the device is doing."""
-    host = torch.as_tensor(values, dtype=kind)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
 def aligned(x: Tensor) -> Tensor:
     """The same numbers, contiguous and at a multiple of 16 bytes.
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from faircopy.kernels.filters import Filter
-from faircopy.kernels.gpu.launch import begin, launched, options, sent
+from faircopy.kernels.gpu.launch import begin, launched, options
 from faircopy.kernels.gpu.records import Asks
 from faircopy.kernels.gpu.sampler import (
     RowSampling,
@@ -24,6 +24,7 @@ from faircopy.kernels.gpu.sampler import (
     restrict_twin,
 )
 from faircopy.kernels.gumbel import BROKEN, gumbel
+from faircopy.kernels.transfer import sent
 
 CHUNK = 4096
 FILTERS = tl.constexpr(int(Asks.FILTERS))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from faircopy.kernels import filters
 from faircopy.kernels.filters import Filter, Kept
-from faircopy.kernels.gpu.launch import begin, launched, options, power, sent
+from faircopy.kernels.gpu.launch import begin, launched, options, power
 from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.records import (
     IN_PROMPT,
@@ -34,6 +35,7 @@ from faircopy.kernels.gpu.records import (
     float_bits,
 )
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.transfer import sent
 
 CHUNK = 4096
 GROUPS = 64  # of a chunk, whose maxima bound the k-th best score from below
@@ -517,14 +519,25 @@ def count_tokens_twin(of: SamplingSlots, report: Tensor, width: int) -> None:
 
 
 def thresholds(scores: Tensor, wanted: Seq[Filter]) -> tuple[Tensor, Tensor]:
-    """The threshold of each row [R, V] of adjusted scores, and the last token kept of those that equal it."""
+    """The threshold of each row [R, V] of adjusted scores, and the last token kept of those that equal it.
+
+    Minus infinity in a row without filters.
+    """
     rows = filter_rows(wanted, scores.shape[1], scores.device)
     restrict(scores, torch.ones(len(wanted), device=scores.device), rows)
     return rows.score, rows.last
 
 
 def filter_rows(wanted: Seq[Filter], vocab: int, device: torch.device) -> RowSampling:
-    """Rows with these filters and no other parameters."""
+    """Rows with these filters and no other parameters, which keep everything until thresholds are found."""
+    score = torch.full((len(wanted),), -torch.inf, device=device)
+    return replace(
+        _filter_rows(tuple(wanted), vocab, device), score=score, last=torch.zeros_like(score, dtype=torch.int32)
+    )
+
+
+@lru_cache(64)  # batches keep their filters from step to step, and only thresholds are written
+def _filter_rows(wanted: tuple[Filter, ...], vocab: int, device: torch.device) -> RowSampling:
     settings = np.zeros((len(wanted), Setting.TOTAL), np.int32)
     for row, what in zip(settings, wanted, strict=True):
         row[Setting.ASKS] = Asks.FILTERS if what.active else 0
