@@ -149,7 +149,7 @@ class Trial:
     def llm(self, drafter: str | None, k: int | str, **options: Any) -> LLM:
         pair = self._args.pair
         draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
-        options |= {"k": k, "max_batch": max(self._args.batches)}
+        options |= {"k": k, "max_batch": max(self._args.batches), "prefix_reuse": False}  # as all read their prompts
         if pair == "widened":
             target, small = self._session.widened()
             own = {"model": small, "head": self._head(target) if draft == "head" else None}.get(str(draft), draft)
