@@ -84,15 +84,19 @@ class Acceptance:
                 self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
         self.own[seq] = hits, expected
 
-    def survival(self, seq: Sequence | None, k: int) -> list[float]:
-        """For each of k positions, how likely the draft is accepted up to there; None: of any sequence."""
+    def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
+        """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
+
+        found: how likely there is a draft, if not as often as before.
+        """
         hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
         factor = (hits + SHRINK) / (expected + SHRINK)
-        found, alive = [], min(1.0, self.found.value)
+        alive = min(1.0, self.found.value) if found is None else found
+        likely = []
         for place in range(k):
             alive *= min(0.999, self._rate(place).value * factor)
-            found.append(alive)
-        return found
+            likely.append(alive)
+        return likely
 
     def forget(self, seq: Sequence) -> None:
         self.own.pop(seq, None)
@@ -291,7 +295,7 @@ class AutoLength(DraftLengths):
         """How long this sequence's draft may be, were it alone."""
         if self._quality == "explicit":
             return self._max_k if self._confident else k
-        survival = self.acceptance.survival(seq, self._max_k)
+        survival = self.acceptance.survival(seq, self._max_k, found=1.0)  # where no draft is found, no row is paid
         paid = sum(alive >= self._row for alive in survival[:k])  # of passes that the drafter makes anyway
         likely = paid + sum(alive >= self._worth for alive in survival[k:])
         return min(self._max_k, 2 * likely + 1) if self._confident and self._asks_confidence else likely
@@ -425,8 +429,13 @@ class AutoLength(DraftLengths):
         some = 1.0 - (1.0 - found) ** batch
         if not some:  # thousands of lookups in a row found nothing
             return self.costs.of(batch, 0)
-        rows = batch + round(batch * k * found / some)
-        return (1.0 - some) * self.costs.of(batch, 0) + some * self.costs.of(batch, k, rows)
+        return (1.0 - some) * self.costs.of(batch, 0) + some * self.costs.of(batch, k, self._rows(batch, k))
+
+    def _rows(self, batch: int, k: int) -> int:
+        """Rows that a step with drafts is likely to have."""
+        found = min(1.0, self.acceptance.found.value)
+        some = 1.0 - (1.0 - found) ** batch
+        return batch + (round(batch * k * found / some) if some else 0)
 
     def _gain(self, survivals: list[list[float]], k: int) -> float:
         """Draft tokens of all sequences that are likely to be accepted."""
@@ -440,9 +449,10 @@ class AutoLength(DraftLengths):
         if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
             self._row = self._worth = self._alone = 0.0
             return
-        rows = batch * (k + 1)  # over twice as many, for single measurements may be off; no more than k cost on average
-        more = (self.costs.of(batch, k, 2 * rows) - self.costs.of(batch, k)) / rows
-        more = min(more, (self.costs.of(batch, k) - self.costs.of(batch, 0)) / (batch * k))
+        rows = self._rows(batch, k)  # over twice as many, for single measurements may be off
+        likely = self.costs.of(batch, k, rows)
+        more = (self.costs.of(batch, k, 2 * rows) - likely) / rows
+        more = min(more, (likely - self.costs.of(batch, 0)) / max(1, rows - batch))  # no more than k cost on average
         drafting = self._drafting(batch, k, more)
         self._row = max(0.01, min(0.8, rate * more))
         self._worth = max(0.02, min(0.9, rate * (more + drafting / batch)))

@@ -326,3 +326,16 @@ def test_a_table_that_says_rows_are_dear_is_put_to_the_test() -> None:
 def test_slow_moments_leave_no_trace_in_a_table() -> None:
     measured = [(1, 5.0), (2, 1.1), (4, 1.2), (8, 9.0), (16, 9.0), (32, 4.0)]
     assert plausible(measured) == [(1, 1.1), (2, 1.1), (4, 1.2), (8, 2.4), (16, 4.0), (32, 4.0)]
+
+
+def test_rows_are_weighed_against_drafts_that_were_found() -> None:
+    """Lookups find a draft every third time, and its token is right every third time: a row of a tenth pays."""
+    chooser = AutoLength(4, "implicit", CostTable(Curve(((1, 1.0), (2, 1.1), (40, 4.9)))))
+    seqs = sequences(1)
+    for n in range(300):
+        chooser.acceptance.found.add(n % 3 == 0)
+        if n % 9 < 3:
+            chooser.acceptance.observe(seqs[0], 1, int(n % 9 == 0))
+    for _ in range(REFERENCE):
+        chooser.observe(FinishedStep(Batch(seqs, [1], [0]), Draft.empty(1), Verdict([Decision([], [0])]), 1, 0), 1.0)
+    assert set(chooser.choose(seqs)) == {1}
