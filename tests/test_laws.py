@@ -61,7 +61,7 @@ def written(folder: str, temperature: float) -> tuple[list[list[int]], list[list
 
 
 @pytest.mark.parametrize("method", ["scylla", "eagle1"])
-@pytest.mark.parametrize(("chain", "temperature"), [(True, 0.0), (False, 0.0), (True, 0.9)])
+@pytest.mark.parametrize(("chain", "temperature"), [(True, 0.0), (False, 0.0), (True, 0.9), (False, 0.9)])
 def test_counts_are_the_engines(checkpoint: Callable[..., str], method: str, chain: bool, temperature: float) -> None:
     folder = checkpoint("llama")
     options = {"style": "eagle1"} if method == "eagle1" else {"layers": 2}

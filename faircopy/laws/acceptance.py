@@ -19,7 +19,7 @@ from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
 from faircopy.drafters.heads import Head, Rows, text_rows
 from faircopy.drafters.networks.blocks import causal, shared_keys
 from faircopy.drafters.trees import Tree
-from faircopy.kernels.gumbel import gumbel
+from faircopy.kernels.gumbel import REACH, gumbel
 from faircopy.model.base import FINAL
 from faircopy.train.heads import Teacher
 from faircopy.train.losses import rows_before
@@ -141,11 +141,14 @@ class _Drafting:
         return ids, values - scores.logsumexp(-1, keepdim=True)
 
     def _noisy(self, scores: Tensor, level: int) -> Tensor:
+        """Scores over the temperature, with the noise of the level's position."""
         texts = self._reading.texts
         assert texts.noise is not None, "sampled texts have noise"
         keys = texts.noise[self._live, self._places + 1 + level]
         vocabulary = torch.arange(scores.shape[-1], device=scores.device)
-        return scores / texts.temperature + gumbel(keys[:, None, None], vocabulary)
+        scores = scores / texts.temperature
+        able = scores >= scores.amax(-1, keepdim=True) - REACH  # the engine offers those alone that can be drawn
+        return torch.where(able, scores + gumbel(keys[:, None, None], vocabulary), -torch.inf)
 
     def _rows(self, level: int, front: Frontier) -> Rows:
         """Positions [b, 1, F] and attention for the frontier: the text up to the place, then each row's own path."""
