@@ -40,7 +40,7 @@ CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafte
 REFERENCE = 3  # plain steps that are measured in a batch before drafting
 TRIED = 8  # sequences that get drafts in it
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
-PROMISING = 0.15  # draft tokens accepted per sequence and step for which a table's costs are put to the test
+PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 
@@ -182,7 +182,7 @@ class AutoLength(DraftLengths):
         self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
-        self._doubted: set[int] = set()  # sizes of batches in which a table's costs were put to the test
+        self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
         self._batch = 1  # sequences of the last choice
@@ -325,20 +325,20 @@ class AutoLength(DraftLengths):
                 self.k = best
         if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
-        elif self.k == 0 and self._only_the_table_says_so(seqs):
+        elif self.k == 0 and self._table_is_untried(seqs):
             self._try(seqs, f"trying what drafts cost at batch {batch}")
         return self.k
 
-    def _only_the_table_says_so(self, seqs: list[Sequence]) -> bool:
-        """Whether drafts are good enough to pay if rows were cheap, and no step of such a batch has had any.
+    def _table_is_untried(self, seqs: list[Sequence]) -> bool:
+        """Whether only the table's costs forbid drafting: drafts are accepted, and no step of this size has had any.
 
-        Once for each size: tables may be off, as they are where the machine was busy when it was timed.
+        Once for each size. A table that was measured on a busy machine is wrong.
         """
         size, k = bucket(len(seqs)), min(FIRST, self._max_k)
         tried = any(self.costs.tried(size, n) for n in range(1, self._max_k + 1))
-        if tried or size in self._doubted or not self._drafts:
+        if tried or size in self._checked or not self._drafts:
             return False
-        self._doubted.add(size)
+        self._checked.add(size)
         survivals = [self.acceptance.survival(seq, k) for seq in seqs]
         return self._gain(survivals, k) > PROMISING * len(seqs)
 

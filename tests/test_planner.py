@@ -311,7 +311,7 @@ def test_a_table_that_is_off_is_found_out() -> None:
         assert tokens / seconds > 0.98 * plain_rate(cost, 8)
 
 
-def test_a_table_that_says_rows_are_dear_is_put_to_the_test() -> None:
+def test_drafts_that_only_the_table_forbids_are_tried() -> None:
     """Drafts paid at batch 1; at batch 4 the table forbids them, and nothing else does."""
 
     def cost(batch: int, k: int) -> float:
@@ -323,7 +323,7 @@ def test_a_table_that_says_rows_are_dear_is_put_to_the_test() -> None:
     assert tokens / seconds > 1.4 * plain_rate(cost, 4)
 
 
-def test_slow_moments_leave_no_trace_in_a_table() -> None:
+def test_slow_passes_do_not_raise_a_cost_table() -> None:
     measured = [(1, 5.0), (2, 1.1), (4, 1.2), (8, 9.0), (16, 9.0), (32, 4.0)]
     assert plausible(measured) == [(1, 1.1), (2, 1.1), (4, 1.2), (8, 2.4), (16, 4.0), (32, 4.0)]
 

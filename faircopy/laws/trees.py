@@ -1,8 +1,8 @@
 """What trees of fewer nodes accept, given what the large tree accepts.
 
 A tree of k nodes can have min(k, 7) tokens accepted. The part of them that is missing is taken to be a power of the
-large tree's missing part, fitted to heads that were measured with both: as heads become better both vanish, and no tree
-accepts more than its nodes. Heads worse than the worst one measured keep that one's share.
+large tree's missing part, fitted to heads that were measured with both. So no tree accepts more than its nodes, and
+both reach their most together. Heads worse than the worst one measured keep that one's share.
 """
 
 from __future__ import annotations

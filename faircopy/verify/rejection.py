@@ -29,7 +29,7 @@ from faircopy.types import PICKED, Batch, Draft, Verdict
 from faircopy.verify.base import Found, Judged, accepted_paths, unhealthy_feeds, verdict
 
 BLOCK = 1024  # tokens whose probabilities the host reads at once
-Distribution = Any  # non-negative, sums to one: a Row, what is Left of one, or an array of fractions
+Distribution = Any  # non-negative, sums to one: a Row, what is Residual of one, or an array of fractions
 Coin = Callable[[int, Any], bool]  # (node, probability) -> heads
 
 
@@ -46,14 +46,14 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class Left:
+class Residual:
     """What a rejection left of a distribution: computed when a token is drawn from it.
 
     Or earlier, when a number is asked for: the rejected node has younger siblings.
     """
 
-    p: Row | Left
-    q: Row | Left | None
+    p: Row | Residual
+    q: Row | Residual | None
     token: int
     numbers: Tensor | None = None
 
@@ -103,7 +103,7 @@ def accept_probability(p: Distribution, q: Distribution | None, token: int) -> A
 
 def residual(p: Distribution, q: Distribution | None, token: int) -> Distribution:
     """What the next token must be drawn from once this one was rejected."""
-    return Left(p, q, token) if isinstance(p, Row | Left) else _left(p, q, token)
+    return Residual(p, q, token) if isinstance(p, Row | Residual) else _left(p, q, token)
 
 
 def without(q: Distribution, token: int) -> Distribution:
@@ -123,7 +123,7 @@ def _left(p: Any, q: Any | None, rejected: Any) -> Any:
     return (left + none * p) / (total + none)
 
 
-def numbers_of(rows: Seq[Row | Left]) -> Tensor:
+def numbers_of(rows: Seq[Row | Residual]) -> Tensor:
     """Distributions [n, V] in float64; rows of one kind are computed together."""
     kinds: dict[Callable[[list[Any]], Tensor], list[int]] = {}
     for n, row in enumerate(rows):
@@ -133,7 +133,7 @@ def numbers_of(rows: Seq[Row | Left]) -> Tensor:
     return rows_of(torch.cat(parts) if len(parts) > 1 else parts[0], np.argsort(order).tolist())
 
 
-def _kind(row: Row | Left) -> Callable[[list[Any]], Tensor]:
+def _kind(row: Row | Residual) -> Callable[[list[Any]], Tensor]:
     """How the numbers of rows like this one are computed."""
     if isinstance(row, Row):
         return _in_table
@@ -146,16 +146,16 @@ def _in_table(rows: list[Row]) -> Tensor:
     return rows_of(rows[0].table, [row.place for row in rows]).double()
 
 
-def _computed(rows: list[Left]) -> Tensor:
+def _computed(rows: list[Residual]) -> Tensor:
     return torch.stack([row.numbers for row in rows if row.numbers is not None])
 
 
-def _after_drawn(rows: list[Left]) -> Tensor:
+def _after_drawn(rows: list[Residual]) -> Tensor:
     left: Tensor = _left(numbers_of([row.p for row in rows]), numbers_of([row.q for row in rows if row.q]), None)
     return left
 
 
-def _after_picked(rows: list[Left]) -> Tensor:
+def _after_picked(rows: list[Residual]) -> Tensor:
     p = numbers_of([row.p for row in rows])
     rejected = [n * p.shape[1] + row.token for n, row in enumerate(rows)]
     left: Tensor = _left(p, None, sent(rejected, torch.int64, p.device))
@@ -215,9 +215,9 @@ class _Drawing:
         drawn = self._draw([(i, len(nodes), left) for i, (nodes, left) in walked.items() if left is not None])
         return {i: (nodes, self._walks[i].tokens(nodes) + drawn.get(i, [])) for i, (nodes, _) in walked.items()}
 
-    def _draw(self, ends: list[tuple[int, int, Row | Left]]) -> dict[int, list[int]]:
+    def _draw(self, ends: list[tuple[int, int, Row | Residual]]) -> dict[int, list[int]]:
         """A token for each (sequence, accepted nodes, distribution), by a number keyed by its place."""
-        ends.sort(key=lambda end: isinstance(end[2], Left))  # what is computed alike lies together
+        ends.sort(key=lambda end: isinstance(end[2], Residual))  # what is computed alike lies together
         seqs = [self._walks[i].seq for i, _, _ in ends]
         keyed = [(seq.seed, len(seq.tokens) + depth) for seq, (_, depth, _) in zip(seqs, ends, strict=True)]
         numbers = [rng.uniform(seed, position, rng.RESIDUAL) for seed, position in keyed]
@@ -239,16 +239,16 @@ class _Walk:
         self.of_source = [(q, token) for token, q in zip(self._tokens, drawn, strict=True) if q is not None]
         self._sources = self._without_elders(drawn)
 
-    def _without_elders(self, drawn: Seq[Row | None]) -> list[Row | Left | None]:
+    def _without_elders(self, drawn: Seq[Row | None]) -> list[Row | Residual | None]:
         """A younger sibling was drawn when the tokens of its elders had been put aside."""
-        sources: list[Row | Left | None] = list(drawn)
+        sources: list[Row | Residual | None] = list(drawn)
         for siblings in self._below:
             for n, node in enumerate(siblings):
                 for elder in siblings[:n] if drawn[node] is not None else ():
                     sources[node] = without(sources[node], self._tokens[elder])
         return sources
 
-    def take(self, sound: list[bool]) -> tuple[list[int], Row | Left | None]:
+    def take(self, sound: list[bool]) -> tuple[list[int], Row | Residual | None]:
         """Accepted nodes, and what is left to draw from; the walk ends at a row that is not sound."""
         target = [row if sound[row.place] else None for row in self._rows]
         return walk(self._tokens, self._below, target, self._sources.__getitem__, self._coin)
