@@ -26,6 +26,7 @@ pytest.importorskip("fastapi", reason="faircopy[serve] is not installed")
 
 from faircopy import LLM, ConfigError, SamplingParams, bundled
 from faircopy.model.loader import load_tokenizer
+from faircopy.server.grammar import GrammarConstraint
 from faircopy.server.settings import ServerConfig
 from faircopy.terminal.serve import check_port, serve
 from faircopy.testing import ByteTokenizer, TableModel
@@ -244,6 +245,38 @@ def test_text_of_a_grammar_that_becomes_too_complex_is_not_passed_off_as_complet
         format = {"type": "grammar", "grammar": grammar}
         error = server.fails(COMPLETIONS, 500, prompt=STORY, response_format=format, max_tokens=20)
         assert error["code"] == "numerics" and "grammar" in error["message"]
+
+
+class StoppingMatcher:
+    """A matcher that allows every token and stops to read at some length, without an error."""
+
+    def deep_copy(self) -> StoppingMatcher:
+        return self
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return min(len(tokens), 2)
+
+    def is_error(self) -> bool:
+        return False
+
+    is_stopped = is_error
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff"
+
+
+def test_a_matcher_that_stops_to_read_ends_no_text() -> None:
+    constraint = GrammarConstraint(StoppingMatcher(), vocab=8, eos=[7])  # type: ignore[arg-type]
+    assert constraint.allowed([1, 2]).all()
+    assert not constraint.allowed([1, 2, 3]).any()  # the request fails
+    for path in ([1, 2, 7], [1, 2, 3, 4], [1, 2, 7, 4]):  # an end, and what drafts put behind
+        assert constraint.allowed(path).tolist() == [False] * 7 + [True]
+
+
+def test_a_long_forbidden_path_may_only_end() -> None:
+    """Clients send texts that go on (`continued`), which no grammar has seen."""
+    constraint = GrammarConstraint(StoppingMatcher(), vocab=8, eos=[7])  # type: ignore[arg-type]
+    assert constraint.allowed([3] * 5000).tolist() == [False] * 7 + [True]
 
 
 def test_a_forced_call_has_the_arguments_of_its_schema(server: Running) -> None:

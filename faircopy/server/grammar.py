@@ -77,8 +77,10 @@ class GrammarConstraint:
 
         Where llguidance gives up there is no mask: the request fails, for its text is not complete.
         """
-        matcher = self._after(path)
-        if matcher is None or (matcher.is_stopped() and not matcher.is_error()):
+        matcher, read = self._after(path)
+        if read < len(path):
+            return self._nothing if self._gave_up(path, read) else self._ends
+        if matcher.is_stopped() and not matcher.is_error():
             return self._ends
         bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
         if matcher.is_error():
@@ -86,24 +88,31 @@ class GrammarConstraint:
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         return mask.flatten()[: self._vocab].bool()
 
-    def _after(self, path: tuple[int, ...]) -> LLMatcher | None:
-        """The matcher's state behind a path; None if the grammar forbids it."""
+    def _gave_up(self, path: tuple[int, ...], read: int) -> bool:
+        """Whether the last token was allowed and is not read: the matcher's limits were exceeded."""
+        last = path[-1]
+        return read == len(path) - 1 and not bool(self._ends[last]) and bool(self.allowed(path[:-1])[last])
+
+    def _after(self, path: tuple[int, ...]) -> tuple[LLMatcher, int]:
+        """The matcher's state behind a path, and how many of its tokens it has read: all, unless one is forbidden."""
         known = len(self._base_path)
         if path[:known] != self._base_path:
             self._base, self._base_path, known = self._start, (), 0
         if len(path) - known > _STRIDE:
             middle = len(path) - _STRIDE // 2
-            moved = _consumed(self._base, path[known:middle])
-            if moved is None:
-                return None
+            moved, read = _consumed(self._base, path[known:middle])
+            if known + read < middle:
+                return moved, known + read
             self._base, self._base_path, known = moved, path[:middle], middle
-        return _consumed(self._base, path[known:])
+        matcher, read = _consumed(self._base, path[known:])
+        return matcher, known + read
 
 
-def _consumed(matcher: LLMatcher, tokens: tuple[int, ...]) -> LLMatcher | None:
+def _consumed(matcher: LLMatcher, tokens: tuple[int, ...]) -> tuple[LLMatcher, int]:
+    """A copy of the matcher that has read as many of these tokens as it can; one with an error counts all."""
     matcher = matcher.deep_copy()
     read = matcher.try_consume_tokens(list(tokens))
-    return matcher if read == len(tokens) or matcher.is_error() else None
+    return matcher, len(tokens) if matcher.is_error() else read
 
 
 def _mask(vocab: int, tokens: Seq[int]) -> torch.Tensor:
