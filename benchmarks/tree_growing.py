@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from faircopy.drafters.medusa import default_accuracy
 from torch import Tensor
 
 from faircopy.drafters.batched_trees import batch_trees
+from faircopy.drafters.networks.medusa import default_accuracy
 from faircopy.drafters.trees import OFFERED, NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
 
 LEVELS, VOCAB = 5, 4096

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from faircopy.kernels.gpu.growth import FrontRows
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pages import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
@@ -21,6 +22,7 @@ from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.kernels.tree_growth import Front
 from faircopy.layout.base import Layout, Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model
@@ -113,11 +115,6 @@ class GraphState:
         """Draft nodes per batch slot."""
         return int(self.inputs.ids.shape[1]) - 1
 
-    @property
-    def limits(self) -> Tensor:
-        """[B] int32: how many tokens each sequence may have at most."""
-        return self.batch_slots.control[:, Control.LIMIT]
-
     def verify_rows(self, layout: PagedLayout) -> Packed:
         """The last token and all nodes of every batch slot, as chains."""
         return self.pack_rows(layout, self.k + 1, *self._verified())
@@ -155,7 +152,15 @@ class GraphState:
             for shape in layout.layers
         }
         block = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)
-        return PathRows(self, paths, plans, block)
+        return PathRows(paths, plans, block)
+
+    def level_rows(self, layout: PagedLayout, rows: int) -> LevelRows:
+        """`rows` rows of every batch slot for one level of draft trees."""
+        planned = self.path_rows(layout, rows)
+        front = FrontRows.over(planned.paths)
+        ids = torch.zeros_like(front.positions).view(-1)
+        packed = self.pack(rows, ids, front.positions.view(-1), front.slots.view(-1), planned.plans)
+        return LevelRows(self, planned, front, packed)
 
     def first_rows(self, packed_rows: PackedRows, layout: PagedLayout, rows: int) -> Packed:
         """The first `rows` packed rows; which sequence each belongs to is known on the device alone."""
@@ -171,12 +176,6 @@ class GraphState:
     def row_sampling(self, rows: int) -> RowSampling:
         """Room for what this many rows are chosen with."""
         return RowSampling.empty(self.sampling, rows, self.k)
-
-    def kv_slots(self, index: Tensor) -> Tensor:
-        """The KV slots of these positions [B, n]; the scratch slot at or behind the limit."""
-        tables, _ = self._tables
-        pages = tables.gather(1, (index // self.page).clamp(max=tables.shape[1] - 1)).long()
-        return torch.where(index < self.limits[:, None], pages * self.page + index % self.page, self.scratch)
 
     def pack(self, rows: int, ids: Tensor, positions: Tensor, slots: Tensor, plans: Plans) -> Packed:
         wanted = torch.arange(self.size * rows, device=ids.device)
@@ -197,7 +196,6 @@ class GraphState:
 class PathRows:
     """Rows of trees, planned once; the lengths of the texts and the paths are set before each pass."""
 
-    graph: GraphState
     paths: Tensor  # [B, R, PATH] int32
     plans: Plans
     block: int  # keys per block, of the layer that has most
@@ -207,17 +205,25 @@ class PathRows:
         for plan in self.plans.values():
             set_base(plan, base, self.block)
 
-    def packed(self, ids: Tensor, positions: Tensor, base: Tensor, path: Tensor) -> Packed:
-        """Rows [B, R] that see path [B, R, n] counted from base; the last place on it is their own.
 
-        Rows at or behind the limit are never accepted: their keys are written to the scratch slot and not read.
-        """
-        graph, last = self.graph, self.graph.limits[:, None].long() - 1
-        self.paths[..., : path.shape[-1]] = torch.minimum(path, (last - base[:, None])[..., None])
-        self.set_base(base.int())
-        slots = graph.kv_slots(base[:, None] + path[..., -1])
-        where = torch.minimum(positions, last)
-        return graph.pack(ids.shape[1], ids.flatten(), where.flatten(), slots.flatten(), self.plans)
+@dataclass(frozen=True, slots=True)
+class LevelRows:
+    """Rows of one level of draft trees, behind the text; planned once."""
+
+    graph: GraphState
+    planned: PathRows
+    front: FrontRows
+    packed: Packed  # reads what `front` says
+
+    def placed(self, front: Front, before: LevelRows | None, level: int, expanded: int) -> Packed:
+        """The rows of a front at this depth, behind those of the level before; see kernels.gpu.growth.place_front."""
+        graph, paths = self.graph, None if before is None else before.planned.paths
+        for plan in self.planned.plans.values():
+            graph.suite.place_front(
+                graph.batch_slots, front.above, self.front, paths, plan, self.planned.block, level, expanded,
+                graph.page, graph.scratch,
+            )  # fmt: skip
+        return self.packed.with_ids(front.tokens.view(-1))
 
 
 def _widest(layout: PagedLayout) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from faircopy.engine import Engine
 from faircopy.kernels.gpu import flash, launch, pages
 from faircopy.replay import passes
 from faircopy.types import Request, SamplingParams
+from tests.helpers import head_for, load
 from tests.test_gluon_kernels import HALF, KERNELS, Set, a_model, hopper
+from tests.test_replay import fused
 
 assert hopper
 
@@ -64,3 +67,32 @@ def test_no_request_needs_a_new_variant(
         engine.step()
     fresh = variants - known
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
+OF_HEADS = {"_pair", "_take_in", "_expand", "_rerank", "_spend", "_place_front", "_place_unread", "_leaders", "_offer"}
+DEEP_ALONE = {"_expand", "_rerank", "_place_front"}  # of heads with keys of their own, whose trees are EAGLE's
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_no_draft_needs_a_new_variant(
+    checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variants: set[Any], method: str
+) -> None:
+    for choice in ("faircopy.kernels.gpu.suite.suite_for", "faircopy.layout.paged._suite"):
+        monkeypatch.setattr(choice, lambda device: KERNELS)
+    monkeypatch.setattr("faircopy.drafters.head_drafter.REHEARSED", ((1, 1), (1, 2)))
+    folder = checkpoint("llama")
+    head = head_for(folder, load(folder), method, draft_vocab=40)
+    head.run_on_kernels(exact=False)
+    config = EngineConfig(k=3, max_batch=1, cache_memory="1MiB")
+    engine = build_engine(fused(folder), draft=head, config=config, suite=KERNELS)
+    assert engine.captured is not None
+    engine.drafter.rehearse()
+    engine.captured.warm((3,))
+    known = set(variants)
+    assert {name for name, _ in known} >= OF_HEADS - ({"_spend", "_take_in"} if method == "eagle3" else DEEP_ALONE)
+    engine.add(Request((3, 1, 4), SamplingParams(max_tokens=8, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    fresh = {variant for variant in variants - known if variant[0] in OF_HEADS}
+    assert engine.meter.drafted > 0 and not fresh, "\n".join(map(str, sorted(fresh, key=str)))

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks import heads as bench
-from benchmarks import heads_wide as bench_wide
 from benchmarks import laws as bench_laws
 from benchmarks import laws_speed as bench_speed
 from faircopy import LLM, ConfigError, SamplingParams, bundled, cli
@@ -335,26 +334,6 @@ def test_the_comparison_of_heads_runs_and_resumes(
     capsys.readouterr()
     bench.main(["--show", str(tmp_path / "heads.json")])
     assert "clover - decoder - regression" in capsys.readouterr().out
-    check_widened(target, tmp_path)
-
-
-def check_widened(target: str, folder: Path) -> None:
-    """At another shape the heads guess what they guessed: the same tokens per step."""
-    wide = {
-        "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 7, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 400,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    work = folder / "work" / Path(target).name
-    bench_wide.main([
-        "--target", target, "--work", str(work), "--out", str(folder), "--device", "cpu", "--dtype", "float32",
-        "--batches", "2", "--new", "8", "--memory", "16MiB", "--shape", json.dumps(wide),
-        "--draft-shape", json.dumps({**wide, "hidden_size": 64}),
-    ])  # fmt: skip
-    found = {row["variant"]: row["per_step"] for row in json.loads((folder / "heads-wide.json").read_text())["rows"]}
-    rows = json.loads((folder / "heads.json").read_text())["rows"]
-    small = {row["variant"]: row["per_step"] for row in rows if row["kind"] == "speed" and row["batch"] == 2}
-    assert found == small
 
 
 def test_the_grid_of_laws_runs_resumes_and_serves(

@@ -111,7 +111,7 @@ def test_forbidden_nodes_are_not_verified() -> None:
     made = engine(spy)
     seen: list[Draft] = []
     forward = made.target.forward
-    made.target.forward = lambda batch, draft: (seen.append(draft), forward(batch, draft))[1]  # type: ignore
+    made.target.forward = lambda batch, draft, **more: (seen.append(draft), forward(batch, draft, **more))[1]  # type: ignore
     seq = run(made, asked)[0]
     for draft, proposed in zip(seen, spy.proposed, strict=True):
         assert all(len(kept) <= len(given) for kept, given in zip(draft.tokens, proposed.tokens, strict=True))

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 class Drafter(ABC):
     """Guesses the target's next tokens. Its guesses may be wrong or missing and never change the output.
 
-    Only `propose` is needed. The host asks a drafter through `propose` in every step, unless `capture` returns
-    something that drafts inside captured steps on a GPU.
+    Only `propose` is needed. The host asks a drafter through `propose` in every step in which a sequence gets drafts,
+    unless `capture` returns something that drafts inside captured steps on a GPU.
     """
 
     wants: tuple[int, ...] = ()  # hidden states of the target (see model.base.Taps), to be found in result.states
     passes: Passes | None = None  # a draft model's passes, if they are graphs
     rows_read = 0  # of text, from the host, since it was made; what a network that drafts cost besides drafting
     layers = 0  # of a head: reading costs about what as many of the target's layers do
+    skips_states = False  # true: it needs no hidden states of steps without drafts, once drafting has been off a while
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     @abstractmethod

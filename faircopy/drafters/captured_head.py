@@ -12,11 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, PathRows, Work
-from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
+from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, Work
+from faircopy.drafters.batched_trees import BatchedTrees, batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
+from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.tree_growth import Front, Nodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.types import Sequence
@@ -55,19 +57,26 @@ class CapturedHead(CapturedDrafter):
 
     def plan_fill(self, graph: GraphState) -> Work:
         """Read, then draft level by level."""
-        head, reading = self._head, _ReadRows(self._states, graph)
-        packed = reading.packed(self._layout)
-        trees = batch_trees(head.tree(graph.k), graph.size, self._states.read.device)
+        head, count = self._head, self._states.rows.shape[1]
+        unread = UnreadRows.over(self._states.read[: graph.size], count)
+        parts = (part.view(-1) for part in (unread.ids, unread.positions, unread.slots))
+        packed = graph.pack_rows(self._layout, count, *parts)
+        trees = batch_trees(head.tree(graph.k), graph.size, unread.ids.device, graph.suite.trees, _nodes(graph))
         growth = (_ChainGrowth if trees.is_chain else _TreeGrowth)(head, self._layout, self._rows_of, graph)
 
         def fill() -> None:
-            reading.prepare()
+            graph.suite.place_unread(graph.batch_slots, unread, graph.page, graph.scratch)
             states = self._states.rows[: graph.size].flatten(0, 1)
             memory = head.read(states[None], packed.ids[None], self._rows_of(packed))[0]
-            memory = memory.view(graph.size, reading.count, -1)[reading.batch_slots, reading.last]
-            growth.run(trees, memory[:, None])
+            growth.run(trees, memory.index_select(0, unread.last)[:, None])
 
         return fill
+
+
+def _nodes(graph: GraphState) -> Nodes:
+    """Where drafts are written; the parents of chains are not read."""
+    parents = torch.zeros_like(graph.inputs.ids) if graph.trees is None else graph.trees.parents
+    return Nodes(graph.inputs.ids[:, 1:], parents[:, 1:])
 
 
 class StoredStates(HiddenStateReader):
@@ -118,19 +127,16 @@ class StoredStates(HiddenStateReader):
 
 
 class _TreeGrowth:
-    """The levels of one step's trees; each row of the frontier has a KV slot of its own behind the text."""
+    """The levels of one step's trees; each row of the front has a KV slot of its own behind the text."""
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
         self._head, self._layout, self._rows_of, self._graph = head, layout, rows_of, graph
-        self._planned: dict[int, PathRows] = {}  # by level, made in the trial run
-        self._paths: Tensor | None = None
-        self._expanded = 0
+        self._planned: dict[int, LevelRows] = {}  # by level, made in the trial run
 
     def run(self, trees: BatchedTrees, memory: Tensor) -> None:
         """From what the head remembers of the last token [B, 1, M] to the nodes and parents in the graph's inputs."""
         graph = self._graph
-        tokens, rows = graph.inputs.ids[:, :1].long(), None
-        self._paths, self._expanded = None, 0
+        tokens, rows, expanded = graph.inputs.ids[:, :1], None, 0
         trees.reset()
         last = min(self._head.levels, graph.k) - 1
         if self._head.independent:
@@ -142,11 +148,10 @@ class _TreeGrowth:
             front = trees.grow(ids, scores)
             if front is None or level == last:
                 break
-            above = front.above[..., None]
-            seen = guess.memory[0].view(graph.size, -1, guess.memory.shape[-1])
-            memory, tokens = seen.gather(1, above.expand(-1, -1, seen.shape[-1])), front.tokens
-            rows = self._rows(level + 1, front) if self._head.deep else None
-        self._write(*trees.result())
+            memory, tokens = self._continued(guess.memory[0], front), front.tokens
+            rows = self._rows(level + 1, front, expanded) if self._head.deep else None
+            expanded += tokens.shape[1]
+        trees.finish()
 
     def _run_independent(self, trees: BatchedTrees, logits: list[Tensor]) -> None:
         """All nodes of a level have the same offers: they are made once per batch slot."""
@@ -157,34 +162,31 @@ class _TreeGrowth:
             if front is None:
                 break
             width = front.tokens.shape[1]
-        self._write(*trees.result())
+        trees.finish()
+
+    def _continued(self, memory: Tensor, front: Front) -> Tensor:
+        """What was remembered of the row above each row of the front [B, F, M]."""
+        seen = memory.view(self._graph.size, -1, memory.shape[-1])
+        if seen.shape[1] == front.tokens.shape[1] == 1:
+            return seen
+        return seen.gather(1, front.above[..., None].expand(-1, -1, seen.shape[-1]))
 
     def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens of each row, or for a sampled request the one that its noise picks."""
         inputs, size, count = self._graph.inputs, self._graph.size, trees.num_offered
         temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
-        ids, scores = self._graph.suite.offer(logits.contiguous(), temperatures, keys, count, self._head.vocab)
+        words = self._head.words if logits.shape[-1] < self._head.vocab else None
+        ids, scores = self._graph.suite.offer(
+            logits.contiguous(), temperatures, keys, count, self._head.vocab, words=words
+        )
         return ids.view(size, -1, count), scores.view(size, -1, count)
 
-    def _rows(self, level: int, front: Frontier) -> Rows:
-        """KV slots behind the nodes expanded before, and for each row the path of its ancestors' slots."""
-        graph, base = self._graph, self._graph.batch_slots.lengths.long()
-        own = self._expanded + torch.arange(front.tokens.shape[1], device=base.device)
-        self._expanded += len(own)
-        path = own[:, None].expand(graph.size, -1, 1)
-        if self._paths is not None:
-            before = self._paths.gather(1, front.above[..., None].expand(-1, -1, self._paths.shape[-1]))
-            path = torch.cat([before, path], -1)
-        self._paths = path
-        positions = (base[:, None] + level - 1).expand(-1, len(own))
+    def _rows(self, level: int, front: Front, expanded: int) -> Rows:
+        """KV slots behind the `expanded` rows of the levels before, and for each row the path of its ancestors'."""
         if level not in self._planned:
-            self._planned[level] = graph.path_rows(self._layout, len(own))
-        return self._rows_of(self._planned[level].packed(front.tokens, positions, base, path))
-
-    def _write(self, tokens: Tensor, parents: Tensor) -> None:
-        assert self._graph.trees is not None, "a graph for trees is wanted"
-        self._graph.inputs.ids[:, 1:] = tokens
-        self._graph.trees.parents[:, 1:] = parents + 1
+            self._planned[level] = self._graph.level_rows(self._layout, front.tokens.shape[1])
+        packed = self._planned[level].placed(front, self._planned.get(level - 1), level, expanded)
+        return self._rows_of(packed)
 
 
 class _ChainGrowth(_TreeGrowth):
@@ -200,42 +202,10 @@ class _ChainGrowth(_TreeGrowth):
         graph, inputs, out = self._graph, self._graph.inputs, self._graph.inputs.ids[:, level + 1]
         temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
         graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
-        graph.suite.pick(
-            logits.contiguous(), temperatures, keys, vocab=self._head.vocab, out=out, sampling=self._sampling
-        )
+        logits = self._head.over_vocabulary(logits).contiguous()  # parameters are told by token
+        graph.suite.pick(logits, temperatures, keys, vocab=self._head.vocab, out=out, sampling=self._sampling)
         ids = out.long()[:, None, None]
         return ids.clamp(min=0), torch.where(ids == BROKEN, -torch.inf, 0.0)
 
-    def _rows(self, level: int, front: Frontier) -> Rows:
+    def _rows(self, level: int, front: Front, expanded: int) -> Rows:
         return self._rows_of(self._deeper[level - 1])
-
-    def _write(self, tokens: Tensor, parents: Tensor) -> None:
-        self._graph.inputs.ids[:, 1:] = tokens
-
-
-class _ReadRows:
-    """The rows a head reads in a step, as tensors that keep their addresses."""
-
-    def __init__(self, states: StoredStates, graph: GraphState) -> None:
-        self._read, self._graph = states.read[: graph.size], graph
-        self.count = states.rows.shape[1]
-        device = states.read.device
-        self._offsets = torch.arange(self.count, device=device)
-        self.batch_slots = torch.arange(graph.size, device=device)
-        rows = torch.zeros(3, graph.size, self.count, dtype=torch.int64, device=device)
-        self._ids, self._positions, self._slots = rows
-        self.last = torch.zeros(graph.size, dtype=torch.int64, device=device)  # which of the rows is the text's last
-
-    def packed(self, layout: PagedLayout) -> Packed:
-        ids, positions, slots = (part.view(-1) for part in (self._ids, self._positions, self._slots))
-        return self._graph.pack_rows(layout, self.count, ids, positions, slots)
-
-    def prepare(self) -> None:
-        """Tokens, positions and KV slots of the rows from the first unread one on."""
-        batch = self._graph.batch_slots
-        positions = self._read[:, None] + self._offsets
-        inside = positions < self._graph.limits[:, None]
-        self._ids.copy_(batch.history.gather(1, positions.clamp(max=batch.history.shape[1] - 1)))
-        self._slots.copy_(self._graph.kv_slots(positions))
-        self._positions.copy_(torch.where(inside, positions, 0))
-        self.last.copy_((batch.lengths - 1 - self._read).clamp(0, self.count - 1))

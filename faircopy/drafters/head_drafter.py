@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # sequences, rows of each: every height of a tile, keys in one block and in several, few tiles and many
 REHEARSED = (*((1, 1 << n) for n in range(10)), *((64, 1 << n) for n in range(6)))
+MOST_GUESSED = 256  # rows whose guesses are rehearsed: their logits take memory
 MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait; of an idle one no more are kept
 
 
@@ -39,6 +40,7 @@ class HeadDrafter(Drafter):
     """
 
     expensive = True  # a pass of the head per level
+    skips_states = True  # unknown ones are read as zeros
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
@@ -82,6 +84,8 @@ class HeadDrafter(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the states of fed tokens and accepted nodes, in the order of the text."""
+        if not result.states:
+            return  # drafting is off, and has been for a while
         kept: list[int] = []
         spans, row = [], 0
         for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
@@ -108,7 +112,7 @@ class HeadDrafter(Drafter):
         if len(rows) < len(states[0]):
             index = torch.tensor(rows, device=states[0].device)
             states = [part.index_select(0, index) for part in states]
-        return torch.cat(states, -1)
+        return states[0] if len(states) == 1 else torch.cat(states, -1)
 
     def _follows(self, seq: Sequence, first: int) -> bool:
         """Whether states from this position on leave no gap; captured steps leave one."""
@@ -127,7 +131,9 @@ class HeadDrafter(Drafter):
             if rows < head.context:
                 layout, packed = scene(kept, batch, rows, rows, prompt=True)
                 states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
-                head.read(states, packed.ids[None], self._rows(packed, layout))
+                memory = head.read(states, packed.ids[None], self._rows(packed, layout))
+                if packed.size <= MOST_GUESSED:
+                    head.step(0, memory, packed.ids[None].long())
 
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         from faircopy.drafters.captured_head import CapturedHead
@@ -182,7 +188,8 @@ class HeadDrafter(Drafter):
         rows: Rows | None = None
         for level in range(self._head.levels):
             guess = self._head.step(level, memory[None], tokens[None], rows)
-            self._offer(front, torch.nan_to_num(guess.logits[0].float(), neginf=-torch.inf), drawn)
+            logits = self._head.over_vocabulary(guess.logits[0])
+            self._offer(front, torch.nan_to_num(logits.float(), neginf=-torch.inf), drawn)
             above = {place: n for n, place in enumerate(front)}
             grown = dict.fromkeys(growth for growth, _ in front)
             front = [(growth, node) for growth in grown for node in growth.tree.front]

@@ -49,7 +49,10 @@ class Rows(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A head's output at one level: logits [..., T, V], what it remembers, and the state its logits were made from."""
+    """A head's output at one level: logits [..., T, V], what it remembers, and the state its logits were made from.
+
+    Of a head that serves they are the logits of its words alone, see Head.over_vocabulary.
+    """
 
     logits: Tensor
     memory: Tensor
@@ -104,6 +107,11 @@ class Head(nn.Module, ABC):
     def weight_bytes(self) -> int:
         """Memory of its own parameters; what it shares with its target is the target's."""
         return sum(p.nbytes for p in self.parameters())
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether its drafts are trees; else they are chains."""
+        return type(self.tree(1)) is not Tree
 
     @property
     def words(self) -> Tensor | None:
@@ -174,17 +182,17 @@ class Head(nn.Module, ABC):
         """Logits of states, through the target's head; of one that serves, of the tokens it guesses."""
         weights = self.token_weights
         if self._product is not None:
-            logits = self._over_vocabulary(self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1))
+            logits = self._product(out.flatten(0, -2)).view(*out.shape[:-1], -1)
         else:
             bias = None if weights.bias is None else weights.bias.to(out.dtype)
             logits = F.linear(out, weights.rows.to(out.dtype), bias)
         return logits if weights.divisor == 1.0 else logits / weights.divisor
 
-    def _over_vocabulary(self, few: Tensor) -> Tensor:
-        """Logits of the guessed tokens among those of all, which are never guessed."""
-        if self.words is None:
-            return few
-        return few.new_full((*few.shape[:-1], self.vocab), -torch.inf).index_copy(-1, self.words, few)
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits of its words among those of all tokens, which are never guessed; of all tokens as they are."""
+        if self.words is None or logits.shape[-1] == self.vocab:
+            return logits
+        return logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf).index_copy(-1, self.words, logits)
 
     def _like(self) -> Tensor:
         return next(self.parameters())

@@ -116,6 +116,8 @@ class ModelDrafter(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
         """Keep the keys of accepted nodes; the last node of a chain never had any."""
+        if not self._fed:
+            return
         fed, decisions = Batch([], [], []), []
         for seq, decision in zip(batch.seqs, verdict.decisions, strict=True):
             if seq in self._fed:

@@ -57,7 +57,7 @@ class PerRequestDrafter(Drafter):
         self.default, self._others = default, dict(others)
         self._prediction = PredictionDrafter()
         self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
-        self.layers = default.layers
+        self.layers, self.skips_states = default.layers, default.skips_states
 
     @property
     def rows_read(self) -> int:  # type: ignore[override]

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.drafters.batched_trees import BatchedTrees, Frontier, batch_trees
+from faircopy.drafters.batched_trees import BatchedTrees, batch_trees
 from faircopy.drafters.heads import Head, Rows, text_rows
 from faircopy.drafters.networks.blocks import causal, shared_keys
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.gumbel import REACH, gumbel
+from faircopy.kernels.tree_growth import Front
 from faircopy.model.base import FINAL
 from faircopy.train.heads import Teacher
 from faircopy.train.losses import rows_before
@@ -27,12 +28,12 @@ from faircopy.train.losses import rows_before
 
 @dataclass(frozen=True, slots=True)
 class HeldOutTexts:
-    """Prompts with what the target wrote behind them, and its final states; rows are padded at their ends."""
+    """Prompts with what the target wrote behind them, and its states; rows are padded at their ends."""
 
     tokens: Tensor  # [B, L]
     begins: Tensor  # [B] tokens of the prompt
     ends: Tensor  # [B] tokens altogether
-    states: Tensor  # [B, L, hidden]
+    states: Tensor  # [B, L, F]: those that the head wants
     temperature: float = 0.0
     noise: Tensor | None = None  # [B, L] of sampled texts: the keys of the noise at each position
 
@@ -56,18 +57,28 @@ def measure(head: Head, texts: HeldOutTexts, max_nodes: int, chain: bool) -> Acc
 
     Behind a sampled text drafts are made with the text's own noise, as the engine does.
     """
-    reading = _Reading(head.eval(), texts)
+    reading = Reading(head.eval(), texts)
     levels = min(head.levels, max_nodes)
     places = texts.begins.clone()  # the last known token of each text; the first one comes without a draft
     tokens, cycles = torch.zeros_like(places), torch.zeros_like(places)
     while len(live := (places + levels < texts.ends).nonzero()[:, 0]):
-        trees = batch_trees(Tree(max_nodes) if chain else head.tree(max_nodes), len(live), places.device)
-        _Drafting(reading, live, places[live], sampled=texts.temperature > 0).grow(trees, levels)
-        accepted = _accepted(*trees.result(), texts.tokens[live], places[live], levels)
+        tree = Tree(max_nodes) if chain else head.tree(max_nodes)
+        accepted = _accepted(
+            *drafts_behind(reading, live, places[live], tree), texts.tokens[live], places[live], levels
+        )
         tokens[live] += accepted
         cycles[live] += 1
         places[live] += accepted + 1
     return Accepted(tokens.tolist(), cycles.tolist())
+
+
+@torch.no_grad()
+def drafts_behind(reading: Reading, live: Tensor, places: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """Tokens and parents [b, nodes] by this tree's rule behind these places of these texts, all at once."""
+    trees = batch_trees(tree, len(live), places.device)
+    levels = min(reading.head.levels, tree.max_nodes)
+    _Drafting(reading, live, places, sampled=reading.texts.temperature > 0).grow(trees, levels)
+    return trees.result()
 
 
 def held_out_texts(
@@ -77,11 +88,12 @@ def held_out_texts(
     device: torch.device,
     temperature: float = 0.0,
     rows: int = 32,
+    wants: tuple[int, ...] = (FINAL,),
 ) -> HeldOutTexts:
-    """Texts (prompts included) with their states; a sampled text's seed is its number."""
+    """Texts (prompts included) with their states; a sampled text's seed is its number. wants: of the head."""
     longest = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    states = torch.cat([teacher.final_states(part) for part in torch.split(tokens, rows)])
+    states = torch.cat([teacher.states(part, wants) for part in torch.split(tokens, rows)])
     begins, ends = (torch.tensor([len(row) for row in part], device=device) for part in (prompts, texts))
     noise = noise_keys(range(len(texts)), longest).to(device) if temperature else None
     return HeldOutTexts(tokens, begins, ends, states, temperature, noise)
@@ -92,11 +104,12 @@ def noise_keys(seeds: Sequence[int], length: int) -> Tensor:
     return torch.tensor([[rng.signed(rng.key(seed, p)) for p in range(length)] for seed in seeds])
 
 
-class _Reading:
+class Reading:
     """What a head remembers of every row of the texts, and the keys and values of its layers."""
 
+    @torch.no_grad()
     def __init__(self, head: Head, texts: HeldOutTexts) -> None:
-        assert head.wants == (FINAL,), "texts are kept with their final states alone"
+        assert texts.states.shape[-1] == head.input_size, "texts are kept with the states that the head wants"
         self.head, self.texts = head, texts
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         before = rows_before(texts.states).to(head.dtype)
@@ -110,13 +123,14 @@ class _Reading:
 class _Drafting:
     """One cycle: trees behind the given places of some texts."""
 
-    def __init__(self, reading: _Reading, live: Tensor, places: Tensor, sampled: bool) -> None:
+    def __init__(self, reading: Reading, live: Tensor, places: Tensor, sampled: bool) -> None:
         self._reading, self._live, self._places, self._sampled = reading, live, places, sampled
-        self._text = {layer: (k[live], v[live]) for layer, (k, v) in reading.keys.items()}
+        keys = reading.keys if reading.head.deep else {}
+        self._text = {layer: (k[live], v[live]) for layer, (k, v) in keys.items()}
         self._nodes: dict[int, tuple[Tensor, Tensor]] = {}
         length = reading.texts.tokens.shape[1]
         self._seen = torch.arange(length, device=places.device) <= places[:, None]  # [b, L]
-        self._paths: Tensor | None = None  # [b, F, nodes]: which expanded nodes each row of the frontier continues
+        self._paths: Tensor | None = None  # [b, F, nodes]: which expanded nodes each row of the front continues
 
     def grow(self, trees: BatchedTrees, levels: int) -> None:
         head, at = self._reading.head, torch.arange(len(self._live), device=self._places.device)
@@ -126,7 +140,7 @@ class _Drafting:
         trees.reset()
         for level in range(levels):
             guess = head.step(level, memory, tokens, rows)
-            front = trees.grow(*self._offers(guess.logits, trees.num_offered, level))
+            front = trees.grow(*self._offers(head.over_vocabulary(guess.logits), trees.num_offered, level))
             if front is None:
                 return
             memory, tokens = guess.memory[at[:, None], front.above], front.tokens
@@ -150,8 +164,8 @@ class _Drafting:
         able = scores >= scores.amax(-1, keepdim=True) - REACH  # the engine offers those alone that can be drawn
         return torch.where(able, scores + gumbel(keys[:, None, None], vocabulary), -torch.inf)
 
-    def _rows(self, level: int, front: Frontier) -> Rows:
-        """Positions [b, 1, F] and attention for the frontier: the text up to the place, then each row's own path."""
+    def _rows(self, level: int, front: Front) -> Rows:
+        """Positions [b, 1, F] and attention for the front: the text up to the place, then each row's own path."""
         count = front.tokens.shape[1]
         own = torch.eye(count, dtype=torch.bool, device=front.tokens.device).expand(len(self._live), -1, -1)
         if self._paths is not None:
@@ -166,7 +180,7 @@ class _Drafting:
             k, v = (torch.cat(pair, 2) for pair in zip(self._nodes[layer], (k, v), strict=True))
         self._nodes[layer] = k, v
         keys, values = (torch.cat(pair, 2) for pair in zip(self._text[layer], (k, v), strict=True))
-        assert self._paths is not None, "the frontier has rows"
+        assert self._paths is not None, "the front has rows"
         seen = self._seen[:, None].expand(-1, self._paths.shape[1], -1)
         mask = torch.cat([seen, self._paths], -1)[:, None]
         return F.scaled_dot_product_attention(q, *shared_keys(q, keys, values), attn_mask=mask)

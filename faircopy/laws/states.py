@@ -38,7 +38,7 @@ class CachedText:
         rows = max(1, (FORWARD if self.windows.is_cuda else FORWARD_CPU) // self.length)
         while self._ready < min(count, len(self.windows)):
             part = slice(self._ready, self._ready + rows)
-            self._states[part] = self._teacher.final_states(self.windows[part].long())
+            self._states[part] = self._teacher.states(self.windows[part].long())
             self._ready += rows
 
     def read(self, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from faircopy import rng
 from faircopy.kernels.gpu import (
     attention,
+    gates,
     heads,
     linear,
     norm,
@@ -29,7 +30,7 @@ from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import Tile
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.rope import rope_table
-from faircopy.testing import sampling_checks, tree_checks
+from faircopy.testing import growth_checks, sampling_checks, tree_checks
 
 Check = tuple[str, Callable[[torch.device], float]]  # name -> error: 0 means the same bits, where that is asked for
 
@@ -48,6 +49,7 @@ def checks() -> Iterator[Check]:
             yield f"linear {name} bias={bias}", _within(allowed, _linear, dtype, bias)
         yield f"gated {name}", _within(allowed, _gated, dtype)
         yield f"norms {name}", _within(allowed, _norms, dtype)
+        yield f"gates {name}", _within(allowed, _gates, dtype)
         for kind in ("plain", "normed", "interleaved", "partial"):
             yield f"heads {name} {kind}", _within(allowed, _heads, dtype, kind)
         for kind in ATTENTION:
@@ -70,6 +72,8 @@ def checks() -> Iterator[Check]:
     yield "packing: the same rows, and the same accepted", _packing
     yield "offer: the same tokens", tree_checks.offers
     yield "trees: the same state", tree_checks.trees
+    yield "growth: the same trees", growth_checks.trees
+    yield "growth: the same places", growth_checks.places
     yield "attention: captured trees have their chains' bits", lambda device: tree_checks.tree_bits(device, HALF)
 
 
@@ -125,11 +129,27 @@ def _gated(device: torch.device, dtype: torch.dtype) -> float:
     return worst
 
 
+def _gates(device: torch.device, dtype: torch.dtype) -> float:
+    """Products in one part and in four, with a gate per head and without."""
+    x, worst = _random(device, 5, 96, dtype=dtype), 0.0
+    for count in (1, 4):
+        said, query = (_random(device, count, 5, n, dtype=torch.float32 if count > 1 else dtype) for n in (192, 96))
+        gated = [f(x, said, query, 4) for f in (gates.take_in, gates.take_in_twin)]
+        plain = [f(x, query) for f in (gates.take_in, gates.take_in_twin)]
+        worst = max(worst, distance(*gated), distance(*plain))
+    return worst
+
+
 def _norms(device: torch.device, dtype: torch.dtype) -> float:
     table, weight = _random(device, 30, 80, dtype=dtype), _random(device, 80, dtype=dtype)
     ids = torch.tensor([3, 29, 0, 31, -1], dtype=torch.int32, device=device)
     ours, twin = norm.embed_norm(ids, table, weight, 1.5, 1e-6), norm.embed_norm_twin(ids, table, weight, 1.5, 1e-6)
     worst = max(distance(a, b) for a, b in zip(ours, twin, strict=True))
+    rows, state = (norm.embed_norm(None, table, weight, 1.0, 1e-6), _random(device, 5, 80, dtype=dtype))
+    worst = max(worst, distance(rows[1], norm.embed_norm_twin(None, table, weight, 1.0, 1e-6)[1]))
+    for weights, apart in ((None, False), ((weight, weight + 1), False), ((weight, weight + 1), True)):
+        both = [f(ids, table, state, weights, 1e-6, apart) for f in (norm.pair, norm.pair_twin)]
+        worst = max(worst, distance(*both))
     for count, after in ((1, None), (4, None), (2, weight)):
         parts = _random(device, count, 5, 80, dtype=torch.float32 if count > 1 else dtype)
         x = _random(device, 5, 80, dtype=dtype)

@@ -29,13 +29,25 @@ def offers(device: torch.device) -> float:
     keys = torch.tensor([rng.signed(rng.key(7, n)) for n in range(3)], device=device)
     worst = 0.0
     for many in (1, 10):
-        (ids, scores), (twin_ids, twin_scores) = (
-            f(logits, temperatures, keys, many, 8990) for f in (pick.offer, pick.offer_twin)
-        )
-        there = twin_scores > -torch.inf
-        worst += float((ids != twin_ids)[there].sum() + (there != (scores > -torch.inf)).sum())
-        worst += float((scores - twin_scores)[there].abs().max() > 1e-4)
-    return worst
+        found = [f(logits, temperatures, keys, many, 8990) for f in (pick.offer, pick.offer_twin)]
+        worst += _offered_otherwise(*found)
+    return worst + _few_words(logits[:, :6000], temperatures, keys)
+
+
+def _few_words(logits: Tensor, temperatures: Tensor, keys: Tensor) -> float:
+    """Logits of some tokens alone, in any order: what is offered with those of the others at minus infinity."""
+    words = torch.randperm(8990, generator=torch.Generator().manual_seed(2))[:6000].to(logits.device)
+    whole = logits.new_full((9, 9000), -torch.inf).index_copy(1, words, logits)
+    wanted = pick.offer_twin(whole, temperatures, keys, 10, 8990)
+    found = [f(logits.contiguous(), temperatures, keys, 10, 8990, words) for f in (pick.offer, pick.offer_twin)]
+    return sum(_offered_otherwise(ours, wanted) for ours in found)
+
+
+def _offered_otherwise(ours: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
+    (ids, scores), (twin_ids, twin_scores) = ours, wanted
+    there = twin_scores > -torch.inf
+    wrong = (ids != twin_ids)[there].sum() + (there != (scores > -torch.inf)).sum()
+    return float(wrong) + float((scores - twin_scores)[there].abs().max() > 1e-4)
 
 
 def trees(device: torch.device) -> float:

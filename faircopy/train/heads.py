@@ -34,10 +34,12 @@ class Teacher:
         return Lesson(tokens, rows_before(states), logits, taps.states[FINAL])
 
     @torch.no_grad()
-    def final_states(self, tokens: Tensor) -> Tensor:
-        """The normalised states of texts [B, L] that the target's output layer reads; no logits are made."""
-        states: Tensor = self.stock.base_model(input_ids=tokens, use_cache=False)[0]
-        return states
+    def states(self, tokens: Tensor, wants: tuple[int, ...] = (FINAL,)) -> Tensor:
+        """The states of texts [B, L] that a head wants, end to end; no logits are made."""
+        taps = Taps(wants)
+        with tapping(self.stock, taps):
+            self.stock.base_model(input_ids=tokens, use_cache=False)
+        return torch.cat([taps.states[layer] for layer in wants], -1)
 
 
 class HeadTask:

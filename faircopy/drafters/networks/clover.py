@@ -27,7 +27,7 @@ from faircopy.drafters.networks.medusa import Residual
 from faircopy.drafters.trees import NodeBudgetTree, Tree
 
 if TYPE_CHECKING:
-    from faircopy.drafters.networks.served import ServedLayer
+    from faircopy.drafters.networks.served import ServedDecoder, ServedLayer
 
 
 class AttentionDecoder(nn.Module):
@@ -68,10 +68,15 @@ class Clover(Head):
         self.norm = Norm(shape.hidden, shape.eps)
         self.blocks = nn.ModuleList(Residual(shape.hidden) for _ in range(config.levels))
         self._served: ServedLayer | None = None
+        self._decoder: ServedDecoder | None = None  # its decoder and blocks on kernels
 
     def run_on_kernels(self, exact: bool = True) -> None:
-        from faircopy.drafters.networks.served import ServedLayer
+        from faircopy.drafters.networks.served import ServedDecoder, ServedLayer
+        from faircopy.kernels.gpu.suite import TWINS, suite_for
 
+        if self.regress and not self.sums:
+            blocks = [block.linear for block in self.blocks if isinstance(block, Residual)]
+            self._decoder = ServedDecoder(self.decoder, blocks, exact, suite_for(self.device) or TWINS)
         if self.augment:
             block = self.block
             self._served = ServedLayer(block.self_attn, block.mlp, block.post_attention_layernorm.weight, exact=exact)
@@ -80,13 +85,18 @@ class Clover(Head):
         if self._served is not None and rows.packed is not None and rows.cache is not None:
             from faircopy.drafters.networks.served import normalised
 
-            x, shape = states[0].clone(), self.config.shape  # it is added to in place
-            y = normalised(x, self.block.input_layernorm.weight, shape.eps, rows.cache)
+            weight, eps = self.block.input_layernorm.weight, self.config.shape.eps
+            x, y = normalised(states[0], weight, eps, rows.cache)  # the copy is added to in place
             return self._served(y, x, rows.packed, rows.cache, self.norm.weight.detach())[1][None]
         x = self.block(states, *self.rope(rows.positions), rows.attend, 0) if self.augment else states
         return self.norm(x)  # type: ignore[no-any-return]
 
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
+        if self._decoder is not None:
+            rows_before = memory.flatten(0, -2).contiguous()
+            parts = self._decoder(level, rows_before, tokens.flatten(), self.token_weights.rows)
+            state, out = (part.view(memory.shape) for part in parts)
+            return Guess(self.speak(out), state, out)
         state = self._told(memory, tokens) if self.regress else memory
         out = self.blocks[level](state)
         return Guess(self.speak(out), state, out)

@@ -126,12 +126,11 @@ class Eagle3(Head):
         self, served: ServedLayer, state: Tensor, tokens: Tensor, packed: Packed, cache: PagedLayout
     ) -> tuple[Tensor, Tensor]:
         """state [T, hidden] may be added to in place: callers hand over what they do not keep."""
-        from faircopy.drafters.networks.served import embedded, normalised
+        from faircopy.drafters.networks.served import beside
 
         state = state if self.own else state.clone()  # what EAGLE-1 reads is the target's
-        layer, eps, table = self.layer, self.config.shape.eps, self.token_weights.embedding
-        token = embedded(tokens, table, layer.token_norm.weight, eps, cache).to(state.dtype)
-        read = torch.cat([token, normalised(state, layer.state_norm.weight, eps, cache)], -1)
+        layer, norms = self.layer, (self.layer.token_norm.weight, self.layer.state_norm.weight)
+        read = beside(tokens, self.token_weights.embedding, state, cache, norms, self.config.shape.eps)
         after = self.norm.weight if self.own else layer.state_norm.weight
         state, out = served(read, state, packed, cache, after.detach())
         return state[None], out[None]
@@ -141,7 +140,7 @@ class Eagle3(Head):
             return Guess(self.speak(memory), memory, memory)
         out = self.norm(memory) if out is None else out
         few = self.output(out) if self._outputs is None else self._outputs(out.flatten(0, -2)).view(*out.shape[:-1], -1)
-        return Guess(self._over_vocabulary(few), memory, out)
+        return Guess(few if self._product is not None else self.over_vocabulary(few), memory, out)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.token_weights.embedding[tokens].to(self.dtype)

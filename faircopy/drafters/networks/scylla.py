@@ -72,9 +72,9 @@ class Scylla(Head):
             self.fuse.weight[:, self.config.shape.hidden :].mul_(0.1).diagonal().add_(1.0)
 
     def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        both = torch.cat([self.token_weights.embedding[tokens].to(self.dtype), state], -1)
         if self._fused is not None and rows.packed is not None and rows.cache is not None:
-            return self._run_served(self._fused(both[0]), rows.packed, rows.cache)[None]
+            return self._run_served(self._fused, state[0].contiguous(), tokens[0], rows.packed, rows.cache)[None]
+        both = torch.cat([self.token_weights.embedding[tokens].to(self.dtype), state], -1)
         x, angles = self.fuse(both), self.rope(rows.positions)
         for index, block in enumerate(self.blocks):
             x = block(x, *angles, rows.attend, index)
@@ -83,11 +83,15 @@ class Scylla(Head):
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
-    def _run_served(self, x: Tensor, packed: Packed, cache: PagedLayout) -> Tensor:
-        from faircopy.drafters.networks.served import normalised
+    def _run_served(
+        self, fused: Callable[[Tensor], Tensor], state: Tensor, tokens: Tensor, packed: Packed, cache: PagedLayout
+    ) -> Tensor:
+        from faircopy.drafters.networks.served import beside, normalised
 
+        eps = self.config.shape.eps
+        x = fused(beside(tokens, self.token_weights.embedding, state, cache, None, eps))
         norms = [*(block.input_layernorm.weight for block in self._blocks()), self.norm.weight]
-        y = normalised(x, norms[0], self.config.shape.eps, cache)
+        x, y = normalised(x, norms[0], eps, cache)
         for layer, after in zip(self._served, norms[1:], strict=True):
             x, y = layer(y, x, packed, cache, after.detach())
         return y

@@ -16,6 +16,7 @@ from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import Suite, add_norm_lazily, residual_stream
 
 if TYPE_CHECKING:
+    from faircopy.drafters.networks.clover import AttentionDecoder
     from faircopy.layout.base import Packed
     from faircopy.layout.paged import PagedLayout
 
@@ -53,13 +54,37 @@ class ServedLayer:
         return x, suite.add_norm(x, parts, after, shape.eps)
 
 
-def embedded(ids: Tensor, table: Tensor, weight: Tensor, eps: float, cache: PagedLayout) -> Tensor:
-    """Tokens' rows of a table [V, hidden], normalised."""
-    return _suite(cache).embed_norm(ids, table, weight.detach(), 1.0, eps)[1]
+class ServedDecoder:
+    """Clover's attention decoder and the blocks behind it."""
+
+    def __init__(self, decoder: AttentionDecoder, blocks: list[nn.Linear], exact: bool, suite: Suite) -> None:
+        """blocks: the layer of every level's block."""
+        self._suite, self._heads, self._eps = suite, decoder.heads, decoder.norm.eps or 0.0
+        weight = decoder.norm.weight.detach()
+        self._norms = torch.ones_like(weight), weight
+        self._query = Linear(decoder.q_proj.weight.detach(), exact=exact) if decoder.gated else None
+        self._said = joined([decoder.k_proj, decoder.v_proj] if decoder.gated else [decoder.v_proj], exact)
+        self._blocks = [Linear(block.weight.detach(), block.bias.detach(), exact) for block in blocks]
+
+    def __call__(self, level: int, memory: Tensor, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """What is remembered [T, hidden], told the tokens by their rows of a table, and what the block makes of it."""
+        token, state = self._suite.pair(tokens, table, memory, self._norms, self._eps, apart=True)
+        query = None if self._query is None else self._query.parts(state)
+        told = self._suite.take_in(memory, self._said.parts(token), query, self._heads)
+        return told, self._suite.take_in(told, self._blocks[level].parts(told))
 
 
-def normalised(x: Tensor, weight: Tensor, eps: float, cache: PagedLayout) -> Tensor:
-    return embedded(torch.arange(x.shape[0], device=x.device), x, weight, eps, cache)
+def normalised(x: Tensor, weight: Tensor, eps: float, cache: PagedLayout) -> tuple[Tensor, Tensor]:
+    """A copy of the rows, and the same normalised."""
+    return _suite(cache).embed_norm(None, x, weight.detach(), 1.0, eps)
+
+
+def beside(
+    tokens: Tensor, table: Tensor, state: Tensor, cache: PagedLayout, norms: tuple[Tensor, Tensor] | None, eps: float
+) -> Tensor:
+    """Tokens' rows of a table and states [T, hidden], side by side; norms: both are normalised by these weights."""
+    weights = None if norms is None else (norms[0].detach(), norms[1].detach())
+    return _suite(cache).pair(tokens, table, state, weights, eps)
 
 
 def joined(layers: list[nn.Linear], exact: bool = True) -> Linear:

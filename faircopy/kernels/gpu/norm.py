@@ -22,13 +22,16 @@ def _normalised(x, weight, at, inside, eps, N: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["apart"])
 def _embed(
-    ids, table, weight, x, y, multiplier, eps, vocab, apart, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    ids, table, weight, x, y, multiplier, eps, vocab, apart,
+    N: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < N
     begin(PDL)
-    token = tl.minimum(tl.maximum(tl.load(ids + row * apart), 0), vocab - 1).to(tl.int64)
+    token = row.to(tl.int64)
+    if not ALL:
+        token = tl.minimum(tl.maximum(tl.load(ids + row * apart), 0), vocab - 1).to(tl.int64)
     value = tl.load(table + token * N + at, mask=inside, other=0.0).to(tl.float32) * multiplier
     value = value.to(x.dtype.element_ty)
     tl.store(x + row * N + at, value, mask=inside)
@@ -65,21 +68,79 @@ def _add_norm(
     tl.store(y + row * N + at, (value * scale).to(kind), mask=inside)
 
 
-def embed_norm(ids: Tensor, table: Tensor, weight: Tensor, multiplier: float, eps: float) -> tuple[Tensor, Tensor]:
-    """Embedded tokens [T, N], and the same normalised. An id outside the table counts as its last row."""
-    x = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype, device=table.device)
+def embed_norm(
+    ids: Tensor | None, table: Tensor, weight: Tensor, multiplier: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Embedded tokens [T, N], and the same normalised. An id outside the table counts as its last row.
+
+    ids: None for all rows of the table, in their order.
+    """
+    rows, n = table.shape[0] if ids is None else ids.shape[0], table.shape[1]
+    x = torch.empty(rows, n, dtype=table.dtype, device=table.device)
     y = torch.empty_like(x)
-    n = table.shape[1]
-    _embed[(ids.shape[0],)](
-        ids, table, weight, x, y, multiplier, eps, table.shape[0], ids.stride(0),
-        N=n, BLOCK=power(n), num_warps=_warps(n), **options(x.device),
+    _embed[(rows,)](
+        ids, table, weight, x, y, multiplier, eps, table.shape[0], 1 if ids is None else ids.stride(0),
+        N=n, BLOCK=power(n), ALL=ids is None, num_warps=_warps(n), **options(x.device),
     )  # fmt: skip
     return x, y
 
 
-def embed_norm_twin(ids: Tensor, table: Tensor, weight: Tensor, multiplier: float, eps: float) -> tuple[Tensor, Tensor]:
-    x = (table[ids.clamp(0, table.shape[0] - 1)].float() * multiplier).to(table.dtype)
+def embed_norm_twin(
+    ids: Tensor | None, table: Tensor, weight: Tensor, multiplier: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows = table if ids is None else table[ids.clamp(0, table.shape[0] - 1)]
+    x = (rows.float() * multiplier).to(table.dtype)
     return x, _norm_twin(x, weight, eps)
+
+
+@launched
+@triton.jit(do_not_specialize=["apart"])
+def _pair(
+    ids, table, state, token_weight, state_weight, tokens, states, eps, vocab, apart,
+    N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    begin(PDL)
+    if tl.program_id(1) == 0:
+        token = tl.minimum(tl.maximum(tl.load(ids + row * apart), 0), vocab - 1).to(tl.int64)
+        value = tl.load(table + token * N + at, mask=inside, other=0.0).to(tl.float32)
+        if NORMED:
+            value = _normalised(value, token_weight, at, inside, eps, N)
+        tl.store(tokens + row * STRIDE + at, value.to(tokens.dtype.element_ty), mask=inside)
+    else:
+        value = tl.load(state + row * N + at, mask=inside, other=0.0).to(tl.float32)
+        if NORMED:
+            value = _normalised(value, state_weight, at, inside, eps, N)
+        tl.store(states + row * STRIDE + at, value.to(states.dtype.element_ty), mask=inside)
+
+
+def pair(
+    ids: Tensor, table: Tensor, state: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, apart: bool = False
+) -> Tensor:
+    """Embedded tokens and states [T, N] side by side [T, 2 N], or apart [2, T, N], in the states' type.
+
+    weights: both are normalised, by these.
+    """
+    (rows, n), (first, second) = state.shape, weights or (None, None)
+    out = torch.empty((2, rows, n) if apart else (rows, 2 * n), dtype=state.dtype, device=state.device)
+    tokens, states = out if apart else (out[:, :n], out[:, n:])
+    _pair[(rows, 2)](
+        ids, table, state, first, second, tokens, states, eps, table.shape[0], ids.stride(0),
+        N=n, STRIDE=tokens.stride(0), BLOCK=power(n), NORMED=weights is not None, num_warps=_warps(n),
+        **options(state.device),
+    )  # fmt: skip
+    return out
+
+
+def pair_twin(
+    ids: Tensor, table: Tensor, state: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, apart: bool = False
+) -> Tensor:
+    both = table[ids.clamp(0, table.shape[0] - 1)].to(state.dtype), state
+    if weights is not None:
+        both = _norm_twin(both[0], weights[0], eps), _norm_twin(both[1], weights[1], eps)
+    return torch.stack(both) if apart else torch.cat(both, -1)
 
 
 def add_norm(

@@ -181,8 +181,8 @@ def _row_twin(scores: Tensor, temperature: float, sampling: RowSampling, row: in
 @launched
 @triton.jit(do_not_specialize=["apart", "per"])
 def _leaders(
-    logits, temperatures, keys, values, tokens, stats, V, stride, apart, per, chunks,
-    MANY: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, keys, values, tokens, stats, words, V, stride, apart, per, chunks,
+    MANY: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best few of one chunk of one row, its maximum and the sum of its exponentials."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -190,6 +190,8 @@ def _leaders(
     begin(PDL)
     x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
     x = tl.where((x == x) & (x != float("inf")), x, float("-inf"))
+    if WORDS:
+        at = tl.load(words + at, mask=at < V, other=2147483646).to(tl.int32)
     temperature = tl.load(temperatures + row // per * apart)
     if temperature > 0.0:
         key = tl.load(keys + row // per * apart).to(tl.uint64, bitcast=True)
@@ -228,14 +230,14 @@ def _offer(values, tokens, stats, ids, scores, chunks, MANY: tl.constexpr, BLOCK
 
 
 def offer(
-    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None
+    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The best tokens of each row [R, many] and their log probabilities.
 
     Of a row with a temperature, the best with its noise: the first is the one that it draws, and how likely the others
     are to be drawn by a model that differs a little is taken from the scores with noise as if they were logits.
     temperatures and keys [S] (columns of tables, of one width) belong to R / S rows each. What is not to be offered is
-    at minus infinity.
+    at minus infinity. words [V]: the token of each column, below vocab; None: column t is token t.
     """
     rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
     chunks, per, device = -(-size // CHUNK), rows // keys.shape[0], logits.device
@@ -248,8 +250,8 @@ def offer(
     assert temperatures.stride(0) == keys.stride(0), "columns of tables of one width"
     extra = options(device)
     _leaders[(rows, chunks)](
-        logits, temperatures, keys, values, tokens, stats, size, logits.stride(0), keys.stride(0), per, chunks,
-        MANY=many, CHUNK=CHUNK, num_warps=8, **extra,
+        logits, temperatures, keys, values, tokens, stats, words, size, logits.stride(0), keys.stride(0), per, chunks,
+        MANY=many, CHUNK=CHUNK, WORDS=words is not None, num_warps=8, **extra,
     )  # fmt: skip
     _offer[(rows,)](
         values, tokens, stats, ids, scores, chunks,
@@ -259,15 +261,17 @@ def offer(
 
 
 def offer_twin(
-    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None
+    logits: Tensor, temperatures: Tensor, keys: Tensor, many: int, vocab: int | None = None, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     x = logits[:, : vocab or logits.shape[1]].float()
+    words, order = torch.arange(x.shape[1], device=x.device).sort() if words is None else words.long().sort()
+    x = x[:, order]
     x = torch.where(torch.isfinite(x), x, -torch.inf)
     per = x.shape[0] // keys.shape[0]
     drawn_at, noise = (part.repeat_interleave(per)[:, None] for part in (temperatures, keys))
-    noisy = x / drawn_at.clamp_min(1e-30) + gumbel(noise, torch.arange(x.shape[1], device=x.device)[None])
+    noisy = x / drawn_at.clamp_min(1e-30) + gumbel(noise, words[None])
     table = torch.log_softmax(torch.where(drawn_at > 0, noisy, x), -1)
-    scores, ids = torch.sort(table, dim=-1, descending=True, stable=True)
+    scores, columns = torch.sort(table, dim=-1, descending=True, stable=True)
     spare = max(0, many - x.shape[1])
-    scores, ids = F.pad(scores[:, :many], (0, spare), value=-torch.inf), F.pad(ids[:, :many], (0, spare))
+    scores, ids = F.pad(scores[:, :many], (0, spare), value=-torch.inf), F.pad(words[columns[:, :many]], (0, spare))
     return ids, torch.where(scores == scores, scores, -torch.inf)

@@ -9,13 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from faircopy.kernels.gpu import attention, heads, logprobs, norm, packing, pick, sampler, step, tree
+from faircopy.kernels import tree_growth
+from faircopy.kernels.gpu import attention, gates, growth, heads, logprobs, norm, packing, pick, sampler, step, tree
+from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pending_norm import PendingNorm, few
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.kernels.tree_growth import TreeRules
 
 
 class Pick(Protocol):
@@ -31,6 +34,20 @@ class Pick(Protocol):
         strict: bool = False,
         sampling: RowSampling | None = None,
     ) -> Tensor: ...
+
+
+class Offer(Protocol):
+    """The best few tokens of each row, see pick.offer."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        keys: Tensor,
+        many: int,
+        vocab: int | None = None,
+        words: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Describe(Protocol):
@@ -61,11 +78,13 @@ class Suite:
     """What a packed pass and a step are made of, products aside."""
 
     embed_norm: Callable[..., tuple[Tensor, Tensor]]
+    pair: Callable[..., Tensor]
     add_norm: Callable[..., Tensor]
+    take_in: Callable[..., Tensor]
     place: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     pick: Pick
-    offer: Callable[[Tensor, Tensor, Tensor, int, int | None], tuple[Tensor, Tensor]]
+    offer: Offer
     prepare: Callable[[BatchSlots, StepInputs, int, int], None]
     lookup: Callable[[BatchSlots, StepInputs, int, int], None]
     pack: Callable[[BatchSlots, StepInputs, PackedRows, int], None]
@@ -76,11 +95,16 @@ class Suite:
     describe: Describe
     count_tokens: Callable[[SamplingSlots, Tensor, int], None]
     report_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, LogprobReport], None]
+    trees: TreeRules
+    place_front: Callable[..., None]
+    place_unread: Callable[[BatchSlots, UnreadRows, int, int], None]
 
 
 KERNELS = Suite(
     norm.embed_norm,
+    norm.pair,
     norm.add_norm,
+    gates.take_in,
     heads.place,
     attention.attend_pages,
     pick.pick,
@@ -95,6 +119,9 @@ KERNELS = Suite(
     sampler.describe,
     sampler.count_tokens,
     logprobs.report_logprobs,
+    growth.RULES,
+    growth.place_front,
+    growth.place_unread,
 )
 
 
@@ -104,7 +131,9 @@ def _attend_twin(*args: Any, arrived: Tensor, splits: int | None = None, **optio
 
 TWINS = Suite(
     norm.embed_norm_twin,
+    norm.pair_twin,
     norm.add_norm_twin,
+    gates.take_in_twin,
     heads.place_twin,
     _attend_twin,
     pick.pick_twin,
@@ -119,6 +148,9 @@ TWINS = Suite(
     sampler.describe_twin,
     sampler.count_tokens_twin,
     logprobs.report_logprobs_twin,
+    tree_growth.TORCH,
+    growth.place_front_twin,
+    growth.place_unread_twin,
 )
 
 
