@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -53,9 +53,10 @@ class CostTable:
     """Measured costs of one target and drafter on one device."""
 
     target: Curve
-    draft: Curve = Curve()  # of a draft model or a head; empty: drafting costs nothing
+    draft: Curve = Curve()  # of a draft model; empty: drafting costs nothing before it was measured
     steps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # (batch slots, k) -> seconds, captured
     measured: bool = True
+    head: Curve = Curve()  # of a draft head's layers over rows of text; its levels are told by the steps' times
 
     def step(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
@@ -65,9 +66,14 @@ class CostTable:
         drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
 
+    def with_head(self, share: float) -> CostTable:
+        """With a draft head whose layers are this share of the target's, and take that share of its passes' time."""
+        return replace(self, head=self.target.scaled(share)) if share else self
+
     def reading(self, rows: int) -> float:
         """Seconds in which a drafter reads rows of text."""
-        return self.draft(rows) if rows and self.draft.points else 0.0
+        curve = self.draft if self.draft.points else self.head
+        return curve(rows) if rows and curve.points else 0.0
 
     def captured(self, batch: int, k: int) -> bool:
         """Whether a step takes the same time however many draft tokens there are."""
@@ -168,6 +174,9 @@ class StepCosts:
 
     def _factor(self, size: int, k: int) -> float:
         """Its own correction, or that of the nearest k of this batch, or of any batch."""
+        own = self._cells.get((size, k))
+        if own is not None and own.count:
+            return own.factor
         known = [(abs(n - k), cell) for (b, n), cell in self._cells.items() if b == size and cell.count]
         if not known:
             known = [(abs(n - k), cell) for (_, n), cell in self._cells.items() if cell.count]

@@ -11,6 +11,14 @@ from faircopy.measured_acceptance import History
 from faircopy.types import Confidence, FinishedStep, Sequence
 
 LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
+AUTO_MAX = 8  # draft tokens of k="auto" at most
+AUTO_TREE = 24  # nodes of a tree of k="auto" on a GPU at most
+AUTO_ROWS = 1024  # rows of a full batch of such trees at most
+
+
+def auto_tree_nodes(max_batch: int) -> int:
+    """Nodes that k="auto" gives a tree at most, on a device whose captured steps verify rows at little cost."""
+    return max(n for n in LADDER if n <= AUTO_MAX or (n <= AUTO_TREE and max_batch * (n + 1) <= AUTO_ROWS))
 
 
 class DraftLengths(ABC):
@@ -23,6 +31,11 @@ class DraftLengths(ABC):
     def brief(self) -> str:
         """What is chosen at present, in two words for a progress bar; empty if it does not change."""
         return ""
+
+    @property
+    def off_for_long(self) -> bool:
+        """Whether drafting has been off for a while in a large batch: passes need not hand over hidden states."""
+        return False
 
     @property
     def confidence(self) -> Confidence | None:

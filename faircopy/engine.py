@@ -122,9 +122,8 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
-        if not draft.points and self.drafter.layers:  # a head's layers are like the target's
-            draft = target.scaled(self.drafter.layers / len(self.target.model.layers))
-        return CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
+        table = CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
+        return table.with_head(self.drafter.layers / max(1, len(self.target.model.layers)))
 
     @property
     def busy(self) -> bool:
@@ -233,12 +232,18 @@ class Engine:
 
     def _begin(self, plan: StepPlan) -> EagerStep:
         batch, begin = plan.batch, time.perf_counter()
-        ask = self.drafter.read if plan.before_capture else self.drafter.propose
-        draft = ask(batch)  # may be empty, may be wrong
-        check_draft(draft, batch, self.target.model.vocab)
-        draft = permitted(draft, batch)
-        wait = self.target.start(batch, draft)  # one packed pass over uncached tokens and nodes
+        idle = all(seq in batch.idle for seq in batch.seqs)
+        draft = Draft.empty(len(batch)) if idle else self._drafted(plan)
+        states = not (idle and self.drafter.skips_states and self.draft_lengths.off_for_long)
+        wait = self.target.start(batch, draft, states)  # one packed pass over uncached tokens and nodes
         return EagerStep(plan, draft, wait, begin)
+
+    def _drafted(self, plan: StepPlan) -> Draft:
+        """What the drafter says, which may be empty and may be wrong."""
+        ask = self.drafter.read if plan.before_capture else self.drafter.propose
+        draft = ask(plan.batch)
+        check_draft(draft, plan.batch, self.target.model.vocab)
+        return permitted(draft, plan.batch)
 
     def _end(self, step: EagerStep) -> list[Output]:
         plan, batch, draft, result = step.plan, step.plan.batch, step.draft, step.wait()

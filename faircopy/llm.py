@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from faircopy.answers import Answer, Completion, make_answer, refused
 from faircopy.build import build_engine, load_draft, load_target
 from faircopy.config import EngineConfig, from_speculative, refuse_unknown
+from faircopy.draft_length import AUTO_MAX, auto_tree_nodes
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head
 from faircopy.engine import Engine
@@ -35,7 +36,6 @@ from faircopy.text import IncrementalText
 from faircopy.threads import use_threads
 from faircopy.types import Output, Request, SamplingParams, Sequence
 
-AUTO_MAX = 8  # draft tokens of k="auto" at most
 LAW_MAX = 60  # of k="law": EAGLE-2's tree
 
 __all__ = ["LLM", "Answer", "Completion", "Prompt"]
@@ -71,7 +71,8 @@ class LLM:
             draft, more = from_speculative(speculative_config)
             k = more.pop("k", k)
             options = more | options
-        if k == "auto":
+        chosen = k == "auto"
+        if chosen:
             k, options = AUTO_MAX, {"auto": True, **options}
         elif k == "law":
             k, options = LAW_MAX, {"law": True, **options}
@@ -89,6 +90,8 @@ class LLM:
         self._reader = RequestReader(known)
         eos = load_eos(target) if isinstance(target, str) else frozenset(getattr(target, "eos", ()))
         drafter, self._draft = load_draft(draft, self.model, self.tokenizer, self.config)
+        if chosen and self._plan is None and self._grows_cheap_trees:
+            self.config = replace(self.config, k=auto_tree_nodes(self.config.max_batch))
         self._drafter_name = self._draft.name if self._draft is not None else "ngram" if draft == "ngram" else ""
         self._kept_drafts = 0  # of the history that was kept last
         self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
@@ -212,6 +215,12 @@ class LLM:
             "memory_bytes": self._memory(),
             **({} if self._plan is None else {"memory": self._plan.budget, "memory_plan": self._plan.reason}),
         }
+
+    @property
+    def _grows_cheap_trees(self) -> bool:
+        """Whether drafts are trees, on a device where more rows of a pass cost little time."""
+        head = self._draft
+        return isinstance(head, Head) and head.grows_trees and self.model.device.type == "cuda"
 
     def _memory(self) -> dict[str, int]:
         """Bytes of weights, and of keys and values: all that may be used, and what sequences hold or reuse now."""

@@ -23,9 +23,13 @@ def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) 
     """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps."""
     if target.device.type != "cpu":
         return None
-    kept = known_costs(target, draft)
-    if kept is not None:
-        return kept
+    table = known_costs(target, draft) or _measured(target, draft, config)
+    layers = len(draft.layers) if isinstance(draft, Head) else 0
+    return table.with_head(layers / max(1, len(target.layers)))
+
+
+def _measured(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable:
+    """What passes cost, measured now and kept."""
     most = config.max_batch * (config.k + 1)
     with doing(f"{target.name}: measuring what passes cost"):
         small = Curve() if draft is None or isinstance(draft, Head) else pass_curve(draft, most, DRAFT_TRIAL)

@@ -29,6 +29,7 @@ PRIOR_DRAFTS = 2.0
 BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
+HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials
 SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
@@ -122,8 +123,10 @@ class TreeGains:
         self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
 
     def of(self, nodes: int) -> float:
-        if not nodes or not self._known:
-            return PRIOR * nodes
+        if not self._known:
+            return PRIOR * math.log2(1 + nodes)
+        if not nodes:
+            return 0.0
         nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
         return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
 
@@ -174,7 +177,7 @@ class AutoLength(DraftLengths):
         self._row = 0.0  # tokens that a verified row costs in time
         self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
         self._alone = 0.0  # the same for a draft token that has the drafter's pass to itself
-        self._held = HOLD
+        self._held = HOLD_OFF
         self._since_probe = 0
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
         self._trial: Trial | None = None
@@ -186,6 +189,7 @@ class AutoLength(DraftLengths):
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
         self._batch = 1  # sequences of the last choice
+        self._off = 0  # choices for which drafting has been off
 
     def use(self, table: CostTable) -> None:
         """Costs were measured; what was learned with others is dropped."""
@@ -194,6 +198,11 @@ class AutoLength(DraftLengths):
     @property
     def brief(self) -> str:
         return counted(self.k, "draft token") if self.k else "drafting off"
+
+    @property
+    def off_for_long(self) -> bool:
+        """In a large batch a trial takes newcomers, whose prompts are read with their states."""
+        return self._batch > TRIED and self._off > HOLD_OFF and self._since_probe < PROBE
 
     @property
     def confidence(self) -> Confidence | None:
@@ -217,19 +226,21 @@ class AutoLength(DraftLengths):
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
+        if not k and len(live) == len(seqs):
+            return [0] * len(seqs)
         return [self._own_length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
-        draft = step.draft
+        draft, batch, k = step.draft, len(step.batch), 0
         if any(step.batch.max_nodes):
             # in a step that reads a prompt, drafters may just read, too
             self._learn_drafts(step, asked=step.captured or seconds is not None)
-        if self._trial is not None and any(draft.tokens):
-            self._trial.steps += 1
-        if _drafts_as_asked(step):
-            return
-        batch, k = len(step.batch), _paid_length(step)
+            if self._trial is not None and any(draft.tokens):
+                self._trial.steps += 1
+            if _drafts_as_asked(step):
+                return
+            k = _paid_length(step)
         if seconds is not None:
             self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
             self._book(step, k, seconds)
@@ -303,6 +314,9 @@ class AutoLength(DraftLengths):
     def _decide(self, seqs: list[Sequence]) -> int:
         self._held += 1
         self._since_probe += 1
+        self._off = self._off + 1 if self.k == 0 and self._trial is None else 0
+        if self._stays_off(len(seqs)):
+            return 0
         batch = self._batch = len(seqs)
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
@@ -312,7 +326,7 @@ class AutoLength(DraftLengths):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._needs_reference(batch):
-            self.k, self._held, self.reason = 0, HOLD, f"measuring plain decoding at batch {batch}"
+            self.k, self._held, self.reason = 0, HOLD_OFF, f"measuring plain decoding at batch {batch}"
             return 0
         if self._held < HOLD:
             return self.k
@@ -328,6 +342,11 @@ class AutoLength(DraftLengths):
         elif self.k == 0 and self._table_is_untried(seqs):
             self._try(seqs, f"trying what drafts cost at batch {batch}")
         return self.k
+
+    def _stays_off(self, batch: int) -> bool:
+        """Whether drafting stays off without a look at costs: it was decided a moment ago, and no trial may come."""
+        off = self.k == 0 and self._trial is None and not self._behind and self.costs.measured
+        return off and batch == self._batch and self._held < HOLD_OFF and self._since_probe <= PROBE
 
     def _table_is_untried(self, seqs: list[Sequence]) -> bool:
         """Whether only the table's costs forbid drafting: drafts are accepted, and no step of this size has had any.
@@ -394,7 +413,7 @@ class AutoLength(DraftLengths):
         assert self._trial is not None, "there is a trial"
         self._trial.choices += 1
         if self._trial.over:
-            self.k, self._trial, self._held = 0, None, HOLD
+            self.k, self._trial, self._held = 0, None, HOLD_OFF
         return self._trial is None
 
     def _still_measuring(self, batch: int) -> bool:

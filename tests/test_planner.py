@@ -15,14 +15,17 @@ from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve, StepCosts, bucket
-from faircopy.draft_length import DraftLengths
+from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
+from faircopy.drafters.base import Drafter
+from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
+from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
-from faircopy.planner import REFERENCE, Acceptance, AutoLength
+from faircopy.planner import REFERENCE, Acceptance, AutoLength, TreeGains
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
-from tests.helpers import assert_same, random_prompts, references, requests_of, run
+from tests.helpers import CPU, assert_same, random_prompts, references, requests_of, run
 
 
 def plain_rate(cost, batch: int = 4) -> float:  # type: ignore[no-untyped-def]
@@ -339,3 +342,48 @@ def test_rows_are_weighed_against_drafts_that_were_found() -> None:
     for _ in range(REFERENCE):
         chooser.observe(FinishedStep(Batch(seqs, [1], [0]), Draft.empty(1), Verdict([Decision([], [0])]), 1, 0), 1.0)
     assert set(chooser.choose(seqs)) == {1}
+
+
+def test_trees_of_auto_grow_with_the_room_in_a_batch() -> None:
+    found = [auto_tree_nodes(batch) for batch in range(1, 257)]
+    assert set(found) <= set(LADDER) and found == sorted(found, reverse=True)
+    assert found[0] == 24 and found[63] == 12 and found[255] == AUTO_MAX
+    assert all(nodes == AUTO_MAX or batch * (nodes + 1) <= AUTO_ROWS for batch, nodes in enumerate(found, 1))
+    assert LLM(bundled.target(), bundled.named("clover"), device="cpu").config.k == AUTO_MAX  # rows cost time on a CPU
+
+
+def test_unknown_trees_promise_less_per_node_the_larger_they_are() -> None:
+    gains = TreeGains()
+    per_node = [gains.of(nodes) / nodes for nodes in LADDER[1:]]
+    assert gains.of(0) == 0.0 and per_node == sorted(per_node, reverse=True)
+    gains.observe(8, 3)
+    assert gains.of(0) == 0.0 and gains.of(24) > gains.of(8) > gains.of(2) > 0.0
+
+
+class OffForLong(DraftLengths):
+    """No drafts, and none for a while."""
+
+    off_for_long = True
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        return [0] * len(seqs)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_hidden_states_are_left_out_for_drafters_that_can_do_without(skips: bool) -> None:
+    class Watching(Drafter):
+        wants, skips_states = (FINAL,), skips
+
+        def propose(self, batch: Batch) -> Draft:
+            raise AssertionError("no drafts are wanted")
+
+        def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
+            assert (FINAL in result.states) == (not skips)
+            seen.append(len(batch))
+
+    seen: list[int] = []
+    engine = build_engine(load_model(bundled.target(), torch.float32, CPU), Watching(), draft_lengths=OffForLong())
+    engine.add(Request((1, 2, 3), SamplingParams(max_tokens=3, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    assert seen == [1, 1, 1]

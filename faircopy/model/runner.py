@@ -59,10 +59,13 @@ class Runner:
         self.model, self.layout, self.wants, self.passes = model, layout, wants, passes
 
     @torch.no_grad()
-    def start(self, batch: Batch, draft: Draft) -> Callable[[], Result]:
-        """Begin a pass; what is returned waits for its end. Passes end in the order in which they begin."""
+    def start(self, batch: Batch, draft: Draft, states: bool = True) -> Callable[[], Result]:
+        """Begin a pass; what is returned waits for its end. Passes end in the order in which they begin.
+
+        states: whether hidden states are wanted; where passes are graphs they come in any case.
+        """
         if not isinstance(self.model, PipelinedModel):
-            result = self.forward(batch, draft)
+            result = self.forward(batch, draft, states=states)
             return lambda: result
         packed = self.layout.pack(batch, draft)
         wait = self.model.start(packed, self.layout, self.wants)
@@ -76,19 +79,24 @@ class Runner:
         return end
 
     @torch.no_grad()
-    def forward(self, batch: Batch, draft: Draft, done: int = 0, ids: Tensor | None = None) -> Result:
+    def forward(
+        self, batch: Batch, draft: Draft, done: int = 0, ids: Tensor | None = None, states: bool = True
+    ) -> Result:
         """One packed pass over uncached tokens and the draft nodes from `done` on.
 
         ids: the tokens of all its rows, if the host has not read them; those in the draft are ignored.
         """
-        packed, logits, states = (self.passes.run if self.passes is not None else self._run)(batch, draft, done, ids)
+        if self.passes is not None:
+            packed, logits, found = self.passes.run(batch, draft, done, ids)
+        else:
+            packed, logits, found = self._run(batch, draft, done, ids, self.wants if states else ())
         self.layout.advance(batch)
-        states = {layer: packed.unpadded(rows) for layer, rows in states.items()}
-        return Result(packed, logits, self.layout.healthy, states)
+        kept = {layer: packed.unpadded(rows) for layer, rows in found.items()}
+        return Result(packed, logits, self.layout.healthy, kept)
 
     def _run(
-        self, batch: Batch, draft: Draft, done: int, ids: Tensor | None
+        self, batch: Batch, draft: Draft, done: int, ids: Tensor | None, wants: tuple[int, ...]
     ) -> tuple[Packed, Tensor, dict[int, Tensor]]:
-        packed, taps = self.layout.pack(batch, draft, done).with_ids(ids), Taps(self.wants)
-        logits = self.model.forward(packed, self.layout, *([taps] if self.wants else []))
+        packed, taps = self.layout.pack(batch, draft, done).with_ids(ids), Taps(wants)
+        logits = self.model.forward(packed, self.layout, *([taps] if wants else []))
         return packed, logits, taps.states
