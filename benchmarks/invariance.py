@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.heads_wide import WidenedHead, wide_head
 from benchmarks.widen import widened_model
+from benchmarks.widen_head import WidenedHead, wide_head
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.drafters.folder import LEVELS, METHODS, load_head

@@ -78,10 +78,10 @@ def judge(records: list[Record], names: list[str]) -> None:
         lines = []
         for r in (r for r in timed if tuple(r["shape"]) == shape):
             groups = 1 if r["gated"] else group_count(shape[1], shape[0])
-            chosen = ruled_tile(rule, r["rows"], *shape, groups)
             by_tile = {as_tile(entry): us for *entry, us in r["tiles"]}
-            best = min(by_tile.values())
-            lines.append((r["rows"], by_tile.get(chosen, float("inf")) / best, best / r["cublas"]))
+            known = tuple(expected for expected in rule if expected.tile in by_tile)  # later records have more tiles
+            best, chosen = min(by_tile.values()), ruled_tile(known, r["rows"], *shape, groups)
+            lines.append((r["rows"], by_tile[chosen] / best, best / r["cublas"]))
         for rows, regret, ours in lines:
             print(shape, rows, f"rule / best {regret:.3f}", f"best / cuBLAS {ours:.3f}")
         if lines:

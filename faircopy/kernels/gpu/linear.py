@@ -327,7 +327,7 @@ class Linear:
         """[P, M, N or N / 2] by this tile. kind: of a finished product, if not the type of x."""
         outputs = self.outputs if gate == "none" else self.outputs // 2
         same = (kind or x.dtype) == x.dtype
-        if t.pipelined and not (same and pipelined.fits(t, self.inner, outputs, self.groups)):
+        if t.pipelined and not (same and tables.can_pipeline(t, outputs, self.inner, self.groups)):
             t = tables.default_tile(x.shape[0], wide=True)
         if t.apart and self.groups == 1:
             t = replace(t, apart=False)

@@ -213,8 +213,3 @@ def pipelined(
         inner // (groups * tile.bk), BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GROUPS=groups, GATE=gate,
         BIASED=bias is not None, ROWS=ROWS, WIDTH=width, ABREAST=ABREAST, num_warps=4, **more,
     )  # fmt: skip
-
-
-def fits(tile: Tile, inner: int, outputs: int, groups: int) -> bool:
-    """Whether a product can be made this way: whole steps of K, rows that can be copied, sums that registers hold."""
-    return inner // groups % tile.bk == 0 and outputs % 8 == 0 and (groups == 1 or tile.bn <= 128)

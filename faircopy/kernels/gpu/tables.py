@@ -20,6 +20,10 @@ from faircopy.kernels.gpu.launch import power
 
 FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 64  # rows up to which products on Hopper are streamed
+PROCESSORS = 132  # of the chip that tables and rules were measured on
+FULL = 0.9  # share of them that blocks of 128 columns should keep busy
+TIMED_PIPELINED = 1024  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
+MANY_ROUNDS = 4  # of blocks over all processors: the output layer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,10 @@ class Plan:
 
     def _chosen(self, known: dict[int, Tile], rows: int, tensor_cores: bool, groups: int) -> Tile:
         if self.streams and tensor_cores and rows <= STREAMED:
-            return streamed_tile(rows)
+            return streamed_tile(rows, self.shape[0], groups)
         found = _nearest(known, rows) if known else None
         if found is None and self.rule and tensor_cores and rows > STREAMED:
-            found = ruled_tile(self.rule, rounded(rows), *self.shape, groups)
+            found = ruled_tile(self.rule, rounded(rows), *self.shape, groups, known is self.halves)
         if found is None or (found.wide and not tensor_cores):
             return default_tile(rows, tensor_cores, self.depth)
         return replace(found, high=min(found.high, -(-rows // found.bm)))  # no higher than there are rows
@@ -98,30 +102,53 @@ def rounded(rows: int) -> int:
 
 
 @cache
-def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int) -> Tile:
+def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gated: bool = False) -> Tile:
     """The tile of which the rule expects the least time."""
+    stored = outputs // 2 if gated else outputs
 
     def microseconds(expected: Expected) -> float:
         rounds, steps = work(expected.tile, rows, outputs, inner, groups)
         return rounds * (expected.round + expected.step * steps)
 
-    allowed = [e for e in rule if e.grouped == (groups > 1) and (rows <= 512 or not e.tile.apart)]
-    return min(allowed, key=microseconds).tile
+    def pipelines(tile: Tile) -> bool:
+        return tile.pipelined and rows >= TIMED_PIPELINED and can_pipeline(tile, stored, inner, groups)
+
+    fitting = [e for e in rule if e.grouped == (groups > 1)]
+    piped = [e for e in fitting if pipelines(e.tile)]
+    if groups > 1 and piped:  # sums in registers: 16 to 25 % faster than all others that were timed
+        return min(piped, key=microseconds).tile
+    others = [e for e in fitting if not e.tile.pipelined and (rows <= 512 or not e.tile.apart)]
+    return min(others + piped, key=microseconds).tile
+
+
+def can_pipeline(tile: Tile, outputs: int, inner: int, groups: int) -> bool:
+    """Whether `pipelined.py` can make a product: whole steps of K, rows that can be copied, sums that fit registers.
+
+    outputs: columns that are stored, of a gated product half of the weight's.
+    """
+    return inner // groups % tile.bk == 0 and outputs % 8 == 0 and (groups == 1 or tile.bn <= 128)
 
 
 def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float]:
-    """Rounds of blocks over Hopper's 132 processors, and the steps of 64 inputs in a block's tile."""
+    """Rounds of blocks over Hopper's processors, and the steps of 64 inputs in a block's tile."""
     parts = groups if tile.apart else 1
     blocks = -(-rows // (tile.bm * tile.high)) * -(-outputs // tile.bn) * parts
-    return -(-blocks // (132 * tile.resident)), inner / (64 * parts)
+    return -(-blocks // (PROCESSORS * tile.resident)), inner / (64 * parts)
 
 
-def streamed_tile(rows: int) -> Tile:
-    """Few rows: two small blocks per processor, so that one stores its sums while the other reads weights."""
-    height = power(rows, 8)
-    if height <= 32:
-        return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
-    return Tile(height, 128, 64, 4, 6, streamed=True)
+def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
+    """Few rows: two small blocks per processor, so that one stores its sums while the other reads weights.
+
+    More rows, or a vocabulary: one large block with as many stages as shared memory holds; of a weight that has not
+    enough columns for all processors half as many columns each.
+    """
+    height, large = power(rows, 8), -(-outputs // 128) * groups  # large: blocks of 128 columns
+    if height > 32:
+        fills = large >= FULL * PROCESSORS
+        return Tile(height, 128 if fills else 64, 64, 4, 8 if fills else 12, streamed=True)
+    if large >= MANY_ROUNDS * PROCESSORS:
+        return Tile(height, 128, 64, 4, 10, streamed=True)
+    return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
 
 
 def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
