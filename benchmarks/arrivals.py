@@ -100,6 +100,7 @@ def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
     }
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="/dev/null")
@@ -110,7 +111,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
-    torch.set_grad_enabled(False)
     for row in collect(args.out, vars(args), rows(args)):
         say(row)
 

@@ -75,6 +75,7 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
     plot_lines(file, "a sequence's own draft length, by the clock", "tokens per second, times plain", lines, one=True)
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="/dev/null")
@@ -91,12 +92,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--small", action="store_true")
-    parser.set_defaults(same=False, costs=None)
+    parser.set_defaults(same=False, costs=None, most=None)
     args = parser.parse_args(arguments)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device not in (None, here):
         raise ConfigError("device", args.device, f"this machine has {here}", f"use --device {here}")
-    torch.set_grad_enabled(False)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     found = []
     for row in collect(args.out, settings, rows(args)):

@@ -107,7 +107,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         del llm
 
 
+@torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    torch.set_grad_enabled(False)
     for row in collect(args.out, vars(args), rows(args)):
         say(row)

@@ -123,6 +123,7 @@ def facts(batch: int, name: str, k: int | str, found: Written, plain: Written) -
     }  # fmt: skip
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="/dev/null")
@@ -138,7 +139,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--one-by-one", action="store_true")
     args = parser.parse_args(arguments)
-    torch.set_grad_enabled(False)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     for row in collect(args.out, settings, rows(args)):
         say(row)

@@ -41,6 +41,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def gradients_stay_on() -> Iterator[None]:
+    """A test that switched them off for the whole process would fail the tests of training behind it."""
+    import torch
+
+    yield
+    left_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left_on, "this test left gradients switched off: use torch.no_grad()"
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Folder of a tiny random model of the zoo, written once."""
