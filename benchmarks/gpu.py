@@ -41,7 +41,7 @@ class Session:
     """Models made once, and the deadline."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self._begin = args, time.perf_counter()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer: Any = load_tokenizer(bundled.target())
         self._widened: tuple[Any, Any] | None = None
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def late(self) -> bool:
-        return time.perf_counter() - BEGIN > 60 * self.args.minutes
+        return time.perf_counter() - self._begin > 60 * self.args.minutes
 
     def prompts(self, count: int) -> list[list[int]]:
         texts = bundled.prompts()
@@ -188,7 +188,7 @@ def ways(which: str) -> list[Way]:
         ("clover", "auto", {"max_batch": 32}, 4),
         ("ngram", "auto", {"max_batch": 64}, 4),
     ]
-    return [*some, auto, squeeze] if which == "widened" else [*some, *more, auto, squeeze]
+    return [squeeze, *some, auto] if which == "widened" else [squeeze, *more, *some, auto]
 
 
 def texts(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[list[int]]:

@@ -1,175 +1,159 @@
 """Trained heads at the cost of a large model: the bundled target widened to Qwen3-8B's shape, heads of that shape too.
 
-python -m benchmarks.heads_wide --work /tmp/faircopy-heads/bundled --out $OUT [--minutes 4]
+python -m benchmarks.heads_wide --out FILE --head NAME=FOLDER [--head ...] [--batches 1 8 32 64] [--nodes 4 12 24 60]
+    [--tokens 64] [--queue 8] [--draft-vocab 32000] [--minutes 8] [--small]
+python -m benchmarks.heads_wide --steps-only --out FILE [--batches 1 8 32 64] [--step-tokens 48] [--small]
 
-Takes the heads that benchmarks.heads left in its work folder. A widened target computes the small one's states in its
-first dimensions, so the small head guesses from those as it was trained to, while a random head of the wide shape runs
-beside it over everything and is not listened to: the texts and acceptance of the small one at the cost of both.
+Heads are folders of heads for the bundled target, such as those that benchmarks.heads leaves in its work folder. A
+random head of the wide shape drafts what each of them does, recorded behind plain decoding's texts before the clock
+runs (benchmarks.recorded): greedy texts only. Plain decoding, chains of four (by heads loaded for four levels) and the
+heads' own trees with each number of nodes write the texts of a queue of prompts `--queue` times the batch, of half to
+one and a half times `--tokens`; ended texts are replaced by waiting ones. Tokens a second count prompts' time too;
+step_ms is the median of captured steps by the device's events.
+
+--steps-only: random heads alone, as chains of four; the median of captured steps of `batch` texts, and the head's own
+time: the step less one of the same rows whose draft tokens are constants. Without a GPU (--small is a rehearsal with
+tiny shapes) step_ms is the process's time over the steps, those that read prompts included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks.heads import cycle, folder_of, name_of, speeds, tidy, timed
-from benchmarks.widen import widened_model
-from faircopy.bench.record import write
-from faircopy.bench.shapes import SHAPES
-from faircopy.build import build_engine
-from faircopy.config import EngineConfig
-from faircopy.drafters.folder import METHODS, load_head
-from faircopy.drafters.heads import Guess, Head, HeadConfig, Rows
-from faircopy.drafters.networks.blocks import BlockShape
+from benchmarks.gpu import Gaps, first_launches, params, say
+from benchmarks.planner import Outputs, Trial, facts, queue
+from benchmarks.widen_head import DRAFT_VOCAB, wide_head
+from faircopy import LLM, bundled
+from faircopy.bench.record import collect
+from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.drafters.base import Drafter, chains
+from faircopy.drafters.folder import head_skeleton
+from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import Tree
-from faircopy.model.base import FINAL, Model, TokenWeights
-from faircopy.model.loader import load_model
+from faircopy.types import Batch, Draft
+
+CHAIN = 4
+RANDOM: dict[str, dict[str, Any]] = {"eagle3": {}, "clover": {}, "medusa": {"shared": True}, "scylla": {}}
+Rows = Iterator[dict[str, Any]]
 
 
-class WidenedHead(Head):
-    """Says what the small head says, and costs what the wide one costs."""
+class ConstantChains(Drafter):
+    """Chains of one token, at no cost: what is left of a step without a head."""
 
-    def __init__(self, small: Head, wide: Head) -> None:
-        super().__init__(wide.config, wide_wants(small, wide), len(wide.layers))
-        self.layers, self.deep = [*wide.layers, *small.layers], small.deep
-        self.small, self.wide = small, wide
-        self._hidden = wide.config.shape.hidden
+    def propose(self, batch: Batch) -> Draft:
+        return chains(batch, lambda seq, max_nodes: [0] * max_nodes)
 
-    def bind(self, weights: TokenWeights) -> Self:
-        self.wide.bind(weights)
-        return super().bind(weights)
-
-    def serve(self) -> Self:
-        self.small.serve()
-        self.wide.serve()
-        return self.eval()
-
-    def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        wide = self.wide.read(states, tokens, rows)
-        inner = self.small.config.shape.hidden
-        parts = [part[..., :inner] for part in states.split(self._hidden, -1)]
-        return torch.cat([wide, self.small.read(torch.cat(parts, -1), tokens, self._inner(rows))], -1)
-
-    def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
-        cost = self.wide.step(level, memory[..., : self._hidden], tokens, rows)
-        guess = self.small.step(level, memory[..., self._hidden :], tokens, rows and self._inner(rows))
-        logits = F.pad(guess.logits, (0, self.vocab - guess.logits.shape[-1]), value=-torch.inf)
-        return Guess(logits, torch.cat([cost.memory, guess.memory], -1), guess.out)
-
-    def tree(self, max_nodes: int) -> Tree:
-        return self.small.tree(max_nodes)
-
-    def _inner(self, rows: Rows) -> Rows:
-        """The small head's layers lie behind the wide one's, and attention is scaled for the wide ones."""
-        behind = len(self.wide.layers)
-        factor = (self.config.shape.head_dim / self.small.config.shape.head_dim) ** 0.5
-        return Rows(rows.positions, lambda layer, q, k, v: rows.attend(layer + behind, q * factor, k, v))
+    def capture(self, num_slots: int) -> CapturedDrafter:
+        return CapturedConstants()
 
 
-def wide_wants(small: Head, wide: Head) -> tuple[int, ...]:
-    """Where the wide target has the states that the small head wants."""
-    layers, more = small.config.depth, wide.config.depth
-    return tuple(FINAL if want == FINAL else want * more // layers for want in small.wants)
+class CapturedConstants(CapturedDrafter):
+    def plan_fill(self, graph: GraphState) -> Work:
+        def fill() -> None:
+            graph.inputs.ids[:, 1:] = 0
+
+        return fill
 
 
-def wide_head(small: Head, shape: dict[str, Any], target: Model, **changes: Any) -> Head:
-    """A random head at the wide shape, of the same method unless `changes` name another."""
-    sizes = BlockShape(
-        hidden=shape["hidden_size"],
-        heads=shape["num_attention_heads"],
-        kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        intermediate=shape["intermediate_size"],
-        context=target.context,
-    )
-    options = dict(small.config.options)
-    if options.pop("words", None) or options.get("draft_vocab"):
-        options["draft_vocab"] = min(32000, shape["vocab_size"])
-    widths = {"shape": sizes, "vocab": shape["vocab_size"], "depth": shape["num_hidden_layers"], "options": options}
-    config: HeadConfig = replace(small.config, **{**widths, **changes})
-    with target.device:
-        return METHODS[config.method](config).to(target.dtype)
+def variants(args: argparse.Namespace) -> Iterator[tuple[str, str | None, int, bool]]:
+    """Name, the head's folder, nodes, and whether they are a chain; plain decoding first."""
+    yield "plain", None, 0, True
+    for head in args.head:
+        name, _, folder = head.partition("=")
+        yield f"{name}, chain of {CHAIN}", folder, CHAIN, True
+        yield from ((f"{name}, tree of {nodes}", folder, nodes, False) for nodes in args.nodes)
 
 
-def drafter(args: argparse.Namespace, variant: str, small_target: Model, target: Model) -> Any:
-    folder = str(args.work / folder_of(variant))
-    if variant == "draft":
-        kind = json.loads(args.draft_shape) if args.draft_shape else SHAPES["qwen3-0.6b"]
-        return widened_model(folder, kind, dtype=target.dtype, device=target.device, exact=args.exact)
-    small = load_head(folder, small_target).to(target.dtype)
-    return WidenedHead(small, wide_head(small, shape_of(args), target)).bind(target.token_weights())
-
-
-def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    return json.loads(args.shape) if args.shape else SHAPES["qwen3-8b"]
-
-
-def measure(
-    args: argparse.Namespace,
-    name: str,
-    target: Model,
-    draft: Any,
-    k: int,
-    plain: dict[int, list[list[int]]],
-    rows: list[dict[str, Any]],
-) -> None:
-    """One drafter at every batch size; plain decoding comes first, and its texts are kept to compare with."""
-    prompts = torch.load(args.work / "own.pt", weights_only=True)["prompts"]
-    for batch in args.batches:
-        if time.time() > args.deadline:
+def throughput(args: argparse.Namespace, trial: Trial) -> Rows:
+    queues = {batch: queue(args, trial, batch) for batch in args.batches}
+    plain: dict[int, tuple[float, Outputs]] = {}
+    for name, folder, nodes, chain in variants(args):
+        if trial.late:
             return
-        tidy(target.device)
-        options = {"cache_memory": args.memory, "device": args.device, "exact": args.exact}
-        config = EngineConfig(k=k, max_batch=batch, prefix_reuse=False, chunk=8192, **options)
-        engine = build_engine(target, draft=draft, config=config)
-        done = timed(engine, cycle(prompts, batch), args.new)
-        same = sum(a == b for a, b in zip(done.texts, plain.setdefault(batch, done.texts), strict=True))
-        facts = {"rate": round(done.rate, 1), "per_step": round(done.per_step, 3), "identical": same}
-        rows.append({"variant": name, "batch": batch, **facts})
-        print(json.dumps(rows[-1]), flush=True)
-        write(str(args.out / "heads-wide.json"), {n: str(v) for n, v in vars(args).items()}, rows)
+        llm = variant_llm(args, trial, folder, nodes, chain)
+        for batch, (prompts, wanted) in queues.items():
+            before, clock, known = llm.metrics(), Gaps(llm), len(first_launches())
+            done = trial.rate(llm, prompts, wanted, batch)
+            if folder is None:
+                plain[batch] = done
+                trial.keep_plain(prompts, done[1])
+            row = facts(llm, before, done, plain[batch])
+            yield {
+                "variant": name,
+                "batch": batch,
+                **row,
+                **clock.summary(),
+                "first_launches": first_launches()[known:],
+            }
+        del llm
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def variant_llm(args: argparse.Namespace, trial: Trial, folder: str | None, nodes: int, chain: bool) -> LLM:
+    if folder is None:
+        return trial.ready(trial.made(None, 0, cache_memory=args.memory), 0)
+    return trial.head_llm(folder, nodes, chain, CHAIN if chain else None, cache_memory=args.memory)
+
+
+def steps_only(args: argparse.Namespace, trial: Trial) -> Rows:
+    same: dict[int, float] = {}
+    for name in ("plain", "no head, the same rows", *RANDOM):
+        if trial.late:
+            return
+        draft = random_head(args, trial, name) if name in RANDOM else None if name == "plain" else ConstantChains()
+        nodes = 0 if name == "plain" else CHAIN
+        llm = trial.ready(trial.made(draft, nodes, cache_memory=args.memory), nodes)
+        for batch in args.batches:
+            found = step_ms(args, trial, llm, batch)
+            if isinstance(draft, ConstantChains):
+                same[batch] = found
+            own = {"head_ms": found - same[batch]} if isinstance(draft, Head) else {}
+            yield {"variant": name, "batch": batch, "nodes": nodes, "step_ms": found, **own}
+        del llm, draft
+
+
+def step_ms(args: argparse.Namespace, trial: Trial, llm: LLM, batch: int) -> float:
+    before, clock = llm.metrics()["steps"], Gaps(llm)
+    rate, found = trial.rate(llm, trial.prompts(batch), params(batch, args.step_tokens, 0.0), batch)
+    steps = llm.metrics()["steps"] - before
+    return clock.summary().get("step_ms", 1e3 * sum(map(len, found)) / rate / steps)
+
+
+def random_head(args: argparse.Namespace, trial: Trial, method: str) -> Head:
+    """A head of this method at the wide shape, with as many levels as a chain of four needs."""
+    target, shape = trial.wide_target()
+    options = {**RANDOM[method], "draft_vocab": min(args.draft_vocab or shape["vocab_size"], shape["vocab_size"])}
+    template = head_skeleton(bundled.named("clover"))
+    head = wide_head(template, shape, target, method=method, levels=CHAIN, options=options)
+    head.tree = Tree  # type: ignore[method-assign]
+    return head.bind(target.token_weights())
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="models/target")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/faircopy-heads/bundled"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 48])
-    parser.add_argument("--new", type=int, default=48)
-    parser.add_argument("--memory", default="8GiB")
-    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--shape", help="JSON of another wide configuration")
-    parser.add_argument("--draft-shape", help="JSON of the wide draft's")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    args.deadline = time.time() + 60 * args.minutes
-    kind, device = getattr(torch, args.dtype), torch.device(args.device)
-    rows: list[dict[str, Any]] = []
-    plain: dict[int, list[list[int]]] = {}
-    small = load_model(args.target, kind, device)
-    target = widened_model(args.target, shape_of(args), dtype=kind, device=device, exact=args.exact)
-    for variant, k, tree in speeds():
-        if time.time() > args.deadline or (variant and not (args.work / folder_of(variant) / "config.json").exists()):
-            continue
-        draft = None if variant is None else drafter(args, variant, small, target)
-        if tree == "chain" and isinstance(draft, Head):
-            draft.tree = Tree  # type: ignore[method-assign, assignment]
-        measure(args, name_of(variant, k, tree), target, draft, k, plain, rows)
+    parser.add_argument("--out", default="/dev/null")
+    parser.add_argument("--head", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--nodes", nargs="*", type=int, default=[4, 12, 24, 60])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--queue", type=int, default=8)
+    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB, help="tokens a wide head guesses; 0: all")
+    parser.add_argument("--memory", default="8GiB", help="of keys and values")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--step-tokens", type=int, default=48)
+    parser.add_argument("--small", action="store_true")
+    parser.set_defaults(pair="widened", questions=None, costs=None, same=False, temperature=0.0, most=None)
+    args = parser.parse_args(arguments)
+    if any("=" not in head for head in args.head):
+        parser.error("--head takes NAME=FOLDER")
+    trial = Trial(args)
+    for row in collect(args.out, vars(args), (steps_only if args.steps_only else throughput)(args, trial)):
+        say(row)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
-    [--questions FILE --task NAME] [--paired]
+    [--questions FILE --task NAME] [--paired] [--head FOLDER] [--chain] [--most N] [--draft-vocab 32000]
 
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
@@ -11,8 +11,10 @@ all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own
 --paired: every way is compared with plain decoding of the same queue in a second engine, a step of the one after a step
 of the other; for machines whose speed changes.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
-each text on. "head" is the bundled Clover head; for the widened pair a random head of that shape runs, whose
-drafts are replaced by those of the bundled one, recorded before (benchmarks.recorded), and it drafts chains.
+each text on. "head" is the bundled Clover head, or another one of the target (--head), with its own trees, or chains
+(--chain); numbers of draft tokens are then numbers of nodes. --most: what auto may choose, if not what `LLM(k="auto")`
+does. For the widened pair a random head of that shape runs, which guesses `--draft-vocab` tokens of the vocabulary (0:
+all) and whose drafts are replaced by those of the small one, recorded before (benchmarks.recorded): greedy texts only.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -33,27 +35,29 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import TINY, Session, first_launches, say, synchronize
-from benchmarks.heads_wide import wide_head
-from benchmarks.recorded import Recorded
+from benchmarks.heads import tidy
+from benchmarks.recorded import RecordedHead, Texts, small_head
+from benchmarks.widen_head import DRAFT_VOCAB
 from faircopy import LLM, SamplingParams, bundled
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import SHAPES
 from faircopy.build import load_target
+from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
 from faircopy.draft_length import LADDER
 from faircopy.drafters.base import Drafter, chains
-from faircopy.drafters.folder import load_head
-from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
-from faircopy.model.loader import load_model, load_tokenizer
+from faircopy.model.base import Model
+from faircopy.model.loader import load_tokenizer
 from faircopy.requests import RequestReader
 from faircopy.strategy import STRATEGIES
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
 
-Texts = list[list[int]]
+Outputs = list[list[int]]
+Queue = tuple[list[list[int]], list[SamplingParams]]
 
 
 class Useless(Drafter):
@@ -66,7 +70,7 @@ class Useless(Drafter):
 class Turns(Drafter):
     """What plain decoding wrote, and from the middle of each text on what is never right."""
 
-    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, known: Texts) -> None:
         self._known = known
 
     def propose(self, batch: Batch) -> Draft:
@@ -123,9 +127,9 @@ class Trial:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._session = args, Session(args)
         self.cuda = torch.cuda.is_available()
-        self._wide: Any = None
+        self._wide: dict[tuple[str, bool, int | None], RecordedHead] = {}
         self._table: CostTable | None = None
-        self.plain: dict[tuple[int, ...], list[int]] = {}
+        self.plain: Texts = {}
 
     @property
     def late(self) -> bool:
@@ -147,39 +151,66 @@ class Trial:
         return sorted(prompts, key=len)
 
     def llm(self, drafter: str | None, k: int | str, **options: Any) -> LLM:
-        pair = self._args.pair
+        """An engine with one of the drafters by name; of k="auto", with no more draft tokens than --most."""
+        if drafter == "head":
+            folder = self._args.head or bundled.named("clover")
+            return self.head_llm(folder, k, chain=self._args.chain, **options)
         draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
-        options |= {"k": k, "max_batch": max(self._args.batches), "prefix_reuse": False}  # as all read their prompts
-        if pair == "widened":
-            target, small = self._session.widened()
-            own = {"model": small, "head": self._head(target) if draft == "head" else None}.get(str(draft), draft)
-            made = LLM(target, own, tokenizer=self._session.tokenizer, **options)
-        elif pair == "bundled":
-            made = self._session.llm(pair, "clover" if draft == "head" else draft, **options)
-        else:
-            made = LLM(pair, draft, **options)
+        made = self.made(draft, k, **options)
+        return self.ready(made, k, drafted=drafter == "model")
+
+    def head_llm(self, folder: str, k: int | str, chain: bool, levels: int | None = None, **options: Any) -> LLM:
+        """An engine with a trained head, of the widened pair a wide one that drafts what the trained one does."""
+        if self._args.pair != "widened":
+            name = bundled.target() if self._args.pair == "bundled" else self._args.pair
+            target = load_target(name, EngineConfig(device=self._session.device))
+            return self.ready(self.made(small_head(folder, target, chain, levels), k, **options), k)
+        wide = self._recorded(folder, chain, levels)
+        made = self.made(wide.head, k, **options)
+        wide.recorded.attach(made.engine)
+        return self.ready(made, k)
+
+    def made(self, draft: Any, k: int | str, **options: Any) -> LLM:
+        """An engine with this drafter that nothing was captured of."""
+        pair, session = self._args.pair, self._session
+        tidy(torch.device(session.device))
+        options |= {"max_batch": max(self._args.batches), "prefix_reuse": False}  # as all read their prompts
+        options |= {"k": self._args.most, "auto": True} if k == "auto" and self._args.most else {"k": k}
+        if pair in ("widened", "bundled"):
+            return session.llm(pair, draft, **options)
+        return LLM(pair, draft, **options)
+
+    def ready(self, made: LLM, k: int | str, drafted: bool = False) -> LLM:
+        """Warmed up, and with the table's costs if they are wanted; drafted: by a model, whose passes it has."""
         if self.cuda:
             made.warm_up()
         if self._args.costs:
             table = read_costs(self._args.costs, made, self._args.pair)
-            self._table = table if drafter == "model" else replace(table, draft=Curve())
+            self._table = table if drafted else replace(table, draft=Curve())
             if k == "auto":
                 made.engine.draft_lengths.use(captured(self._table, made.engine.draft_lengths.lengths))
         return made
 
-    def _head(self, target: Any) -> Any:
-        """The bundled head's drafts, recorded before, at the cost of a wide one, as chains."""
-        if self._wide is None:
-            source = load_model(bundled.target(), target.dtype, target.device)
-            small = load_head(bundled.named("clover"), source).to(target.dtype)
-            shape = TINY if self._args.small else SHAPES["qwen3-8b"]
-            texts = [[*prompt, *text] for prompt, text in self.plain.items()]
-            Recorded(source, small.serve(), texts, begin=min(map(len, self.plain))).install()
-            self._wide = wide_head(small, shape, target).bind(target.token_weights())
-            self._wide.tree = Tree
-        return self._wide
+    def wide_target(self) -> tuple[Model, dict[str, Any]]:
+        """The widened target, and its shape."""
+        return self._session.widened()[0], TINY if self._args.small else SHAPES["qwen3-8b"]
 
-    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Texts]:
+    def _recorded(self, folder: str, chain: bool, levels: int | None) -> RecordedHead:
+        """What a head drafts behind the texts of plain decoding, which come first."""
+        key = folder, chain, levels
+        if key not in self._wide:
+            self._wide.clear()  # one wide head at a time
+            options = {"chain": chain, "levels": levels, "draft_vocab": self._args.draft_vocab}
+            self._wide[key] = RecordedHead(folder, *self.wide_target(), self.plain, **options)
+        return self._wide[key]
+
+    def keep_plain(self, prompts: list[list[int]], found: Outputs) -> None:
+        """Plain decoding's texts, of a prompt that comes again the longest."""
+        for prompt, text in zip(prompts, found, strict=True):
+            if len(text) > len(self.plain.get(tuple(prompt), [])):
+                self.plain[tuple(prompt)] = text
+
+    def rate(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> tuple[float, Outputs]:
         """Tokens a second with `batch` texts at a time, and the texts."""
         clock = TableClock(llm.engine, self._table) if self._table is not None else None
         synchronize()
@@ -194,7 +225,7 @@ class Trial:
 
     def rates(
         self, llms: list[LLM], prompts: list[Any], wanted: list[SamplingParams], batch: int
-    ) -> list[tuple[float, Texts]]:
+    ) -> list[tuple[float, Outputs]]:
         """The same of several engines that take turns."""
         seqs, taken = [self._add(llm, prompts, wanted, batch) for llm in llms], [0.0] * len(llms)
         while any(llm.engine.busy for llm in llms):
@@ -220,7 +251,7 @@ class Trial:
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     trial = Trial(args)
     queues = {batch: queue(args, trial, batch) for batch in args.batches}
-    plain: dict[int, tuple[float, Texts]] = {}
+    plain: dict[int, tuple[float, Outputs]] = {}
     alone = trial.llm(None, 0) if args.paired else None
     for drafter, k, options in ways(args):
         if trial.late:
@@ -232,23 +263,33 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             rate, found = trial.rate(llm, prompts, wanted, batch) if alone is None else around[1]
             if drafter is None:
                 plain[batch] = rate, found
-                trial.plain |= {tuple(prompt): text for prompt, text in zip(prompts, found, strict=True)}
+                trial.keep_plain(prompts, found)
             base, texts = plain[batch]
             base = base if alone is None else around[0][0]
-            counted = {name: value - before[name] for name, value in llm.metrics().items()}
             yield {
                 **({"task": args.task} if args.task else {}),
-                "batch": batch, "drafter": drafter or "none", "k": k, **options, "tokens_per_s": rate,
-                "times_plain": rate / base, "identical": sum(a == b for a, b in zip(found, texts, strict=True)),
-                "of": len(texts), "tokens_per_step": sum(map(len, found)) / max(1, counted["sequence_steps"]),
-                **{name: counted[name] for name in ("steps", "captured_steps", "drafter_rows", "drafted", "accepted")},
-                "first_launches": first_launches()[known:],
+                "batch": batch, "drafter": drafter or "none", "k": k, **options,
+                **facts(llm, before, (rate, found), (base, texts)), "first_launches": first_launches()[known:],
                 "why": llm.explain()["draft_length"],
             }  # fmt: skip
         del llm
 
 
-def queue(args: argparse.Namespace, trial: Trial, batch: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def facts(
+    llm: LLM, before: dict[str, float], done: tuple[float, Outputs], plain: tuple[float, Outputs]
+) -> dict[str, Any]:
+    """What a run brought, against plain decoding of the same queue. before: the engine's metrics before it."""
+    (rate, found), (base, texts) = done, plain
+    counted = {name: value - before[name] for name, value in llm.metrics().items()}
+    return {
+        "tokens_per_s": rate, "times_plain": rate / base,
+        "identical": sum(a == b for a, b in zip(found, texts, strict=True)), "of": len(texts),
+        "tokens_per_step": sum(map(len, found)) / max(1, counted["sequence_steps"]),
+        **{name: counted[name] for name in ("steps", "captured_steps", "drafter_rows", "drafted", "accepted")},
+    }  # fmt: skip
+
+
+def queue(args: argparse.Namespace, trial: Trial, batch: int) -> Queue:
     count, source = max(args.queue * batch, 4), random.Random(0)
     least, most = (args.tokens, args.tokens) if args.same else (args.tokens // 2, args.tokens * 3 // 2)
     wanted = [
@@ -294,6 +335,7 @@ def plot(found: list[dict[str, Any]], file: str) -> None:
     figure.savefig(file, dpi=130)
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="/dev/null")
@@ -313,8 +355,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot")
     parser.add_argument("--costs", help="a cost table's file, or own")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--head", help="a trained head's folder; the bundled Clover head if left out")
+    parser.add_argument("--chain", action="store_true", help="chains instead of the head's own trees")
+    parser.add_argument("--most", type=int, help="draft tokens or nodes that auto chooses at most")
+    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB, help="tokens a wide head guesses; 0: all")
     args = parser.parse_args(arguments)
-    torch.set_grad_enabled(False)
+    if args.pair == "widened" and "head" in args.drafters and args.temperature:
+        parser.error("a head's drafts for the widened pair are recorded behind greedy texts")
     found = []
     for row in collect(args.out, vars(args), rows(args)):
         say(row)

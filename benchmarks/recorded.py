@@ -1,107 +1,176 @@
 """A trained head's drafts at the cost of a wide one: the drafts are made before the clock runs.
 
-A text that plain decoding wrote is read by the small target and its head, which drafts a chain behind every token.
-While the clock runs, a random head of the wide shape works as it would, and what it says is replaced by these chains:
-one look per step into a table, found by how a text begins and how long it is.
+Texts that plain decoding wrote are read by the small target and its head, which drafts chains or trees behind every
+token that was written. While the clock runs, a random head of the wide shape works as it would, and its drafts are
+replaced by those: a step looks them up by the text so far, with about fifteen small operations. In bfloat16 a few
+drafts differ from the engine's by rounding. Greedy texts only: drafts behind a sampled text depend on its noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.widen_head import DRAFT_VOCAB, wide_head
+from faircopy import bundled
 from faircopy.capture import GraphState, Work
 from faircopy.drafters.captured_head import CapturedHead
+from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
-from faircopy.drafters.heads import Head, text_rows
-from faircopy.layout.block_tables import BlockTables
-from faircopy.layout.paged import PagedLayout
-from faircopy.layout.pool import PagePool
+from faircopy.drafters.heads import Head
+from faircopy.drafters.trees import Tree
+from faircopy.engine import Engine
+from faircopy.laws.acceptance import HeldOutTexts, Reading, drafts_behind, held_out_texts
 from faircopy.model.base import Model
-from faircopy.model.runner import Runner
-from faircopy.types import Batch, Draft, Request, Sequence
+from faircopy.model.loader import load_model, load_stock
+from faircopy.train.heads import Teacher
+from faircopy.types import Batch, Draft
 
-PLACES = 1 << 22
-
-
-def chains_of(model: Model, head: Head, tokens: list[int]) -> Tensor:
-    """What the head drafts behind every token of a text [T, levels]."""
-    ids = torch.tensor(tokens, device=model.device)[None]
-    states = torch.cat([_states(model, head, tokens)[want] for want in head.wants], -1).to(head.dtype)
-    before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
-    memory, said, chain = head.read(before[None], ids, text_rows(ids)), ids, []
-    for level in range(head.levels):
-        guess = head.step(level, memory, said)
-        memory, said = guess.memory, guess.logits.argmax(-1)
-        chain.append(said[0])
-    return torch.stack(chain, 1)
+AT_ONCE = 512  # places that drafts are made behind together
+Texts = dict[tuple[int, ...], list[int]]  # prompts, and what plain decoding wrote behind them
 
 
-def _states(model: Model, head: Head, tokens: list[int]) -> dict[int, Tensor]:
-    tables = BlockTables(PagePool(-(-len(tokens) // 32)), 32, reuse=False)
-    runner = Runner(model, PagedLayout(tables, model.layers, model.dtype, model.device, False), head.wants)
-    seq = Sequence(0, Request(tuple(tokens)), tokens)
-    tables.open(seq)
-    tables.reserve(seq, len(tokens))
-    return runner.forward(Batch([seq], [len(tokens)], [0]), Draft.empty(1)).states
+def small_head(folder: str, target: Model, chain: bool, levels: int | None = None) -> Head:
+    """A trained head; chain: it drafts chains instead of its own trees."""
+    head = load_head(folder, target, levels)
+    if chain:
+        head.tree = Tree  # type: ignore[method-assign]
+    return head
+
+
+def read_texts(head: Head, texts: Texts, target: str = "") -> HeldOutTexts:
+    """Greedy texts with the states of the bundled target, or another one, that this head wants."""
+    teacher = Teacher(load_stock(target or bundled.target(), head.dtype, head.device))
+    whole = [[*prompt, *text] for prompt, text in texts.items()]
+    return held_out_texts([*texts], whole, teacher, head.device, wants=head.wants)
+
+
+class RecordedHead:
+    """A random head of the wide target's shape, and what a trained head of the bundled target drafts behind texts."""
+
+    def __init__(
+        self,
+        folder: str,
+        target: Model,
+        shape: dict[str, Any],
+        texts: Texts,
+        *,
+        chain: bool = False,
+        levels: int | None = None,
+        draft_vocab: int = DRAFT_VOCAB,
+    ) -> None:
+        source = load_model(bundled.target(), target.dtype, target.device)
+        small = small_head(folder, source, chain, levels).serve()
+        self.recorded = Recorded(small, read_texts(small, texts))
+        self.head = wide_head(small, shape, target, draft_vocab).bind(target.token_weights())
+        self.head.tree = small.tree  # type: ignore[method-assign]
 
 
 class Recorded:
-    """The chains of many texts, and where to find them."""
+    """What a head drafts behind every token of some texts, found by the text up to there."""
 
-    def __init__(self, model: Model, head: Head, texts: list[list[int]], begin: int) -> None:
-        """begin: tokens that tell a text from the others."""
-        self._begin = begin
-        texts = sorted(texts, key=len)  # of two that begin alike the longer one holds the other
-        longest = len(texts[-1])
-        self._factors = torch.randint(1, PLACES, (begin,), generator=torch.Generator().manual_seed(0))
-        self.chains = torch.zeros(len(texts) + 1, longest + 1, head.levels, dtype=torch.int64)
-        self.places = torch.full((PLACES,), len(texts), dtype=torch.int64)
-        for n, text in enumerate(texts):
-            self.chains[n, 1 : len(text) + 1] = chains_of(model, head, text).cpu()
-            place = int((torch.tensor(text[:begin]) * self._factors).sum() % PLACES)
-            other = int(self.places[place])
-            assert other == len(texts) or text[: len(texts[other])] == texts[other], "two texts have one place"
-            self.places[place] = n
-        self.chains, self.places, self._factors = (
-            part.to(model.device) for part in (self.chains, self.places, self._factors)
-        )
+    def __init__(self, head: Head, texts: HeldOutTexts) -> None:
+        assert texts.temperature == 0, "drafts behind sampled texts depend on their noise"
+        self._head, self._reading = head, Reading(head, texts)
+        source, length = torch.Generator().manual_seed(0), texts.tokens.shape[1]
+        self._factors = torch.randint(-(1 << 62), 1 << 62, (length,), generator=source).to(texts.tokens.device)
+        self._at = torch.arange(length, device=texts.tokens.device)
+        self._hashes, self._rows, self._places = self._distinct(texts)
+        self._drafts: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def look_up(self, begins: Tensor, lengths: Tensor, k: int) -> Tensor:
-        """Chains [B, k] of texts that begin so [B, begin] and have this many tokens."""
-        text = self.places[(begins * self._factors).sum(1) % PLACES]
-        return self.chains[text, lengths.clamp(max=self.chains.shape[1] - 1)][:, :k]
+    def drafts(self, nodes: int) -> tuple[Tensor, Tensor]:
+        """Tokens and parents [places, nodes], made when first asked for; -1: a missing node, as in batched_trees.py."""
+        if nodes not in self._drafts:
+            parts = [
+                drafts_behind(self._reading, rows, places, self._head.tree(nodes))
+                for rows, places in zip(self._rows.split(AT_ONCE), self._places.split(AT_ONCE), strict=True)
+            ]
+            tokens, parents = zip(*parts, strict=True)
+            self._drafts[nodes] = torch.cat(tokens).int(), torch.cat(parents).int()
+        return self._drafts[nodes]
 
-    def install(self) -> Callable[[], None]:
-        """Let every head's drafter say what was recorded; the result undoes it."""
-        propose, plan_fill = HeadDrafter.propose, CapturedHead.plan_fill
+    def look_up(self, texts: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and parents [B, nodes] behind the first `lengths` [B] tokens of texts [B, L], and if known [B, 1]."""
+        begin = texts[:, : len(self._factors)]
+        inside = self._at[: begin.shape[1]] < lengths[:, None]
+        hashes = (torch.where(inside, begin + 1, 0) * self._factors[: begin.shape[1]]).sum(1)
+        place = torch.searchsorted(self._hashes, hashes).clamp(max=len(self._hashes) - 1)
+        tokens, parents = self.drafts(nodes)
+        return tokens[place], parents[place], (self._hashes[place] == hashes)[:, None]
 
-        def spoken(drafter: Any, batch: Batch) -> Draft:
-            draft = propose(drafter, batch)
+    def behind(self, text: list[int], nodes: int) -> tuple[list[int], list[int]] | None:
+        """Tokens and parents of the nodes there are behind one text; None: it is not known."""
+        device = self._factors.device
+        found = self.look_up(torch.tensor([text], device=device), torch.tensor([len(text)], device=device), nodes)
+        tokens, parents, known = (part[0].tolist() for part in found)
+        if not known[0]:
+            return None
+        place = {-1: -1}
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if token >= 0 and parent in place:
+                place[node] = len(place) - 1
+        kept = [*place][1:]
+        return [tokens[node] for node in kept], [place[parents[node]] for node in kept]
+
+    def attach(self, engine: Engine) -> None:
+        """Let this engine's head work and draft what was recorded, before any of its steps is captured.
+
+        Behind other texts, such as those that steps are timed with while an engine warms up, its own drafts stay.
+        """
+        drafter = engine.drafter
+        assert isinstance(drafter, HeadDrafter), "a head drafts"
+        propose = drafter.propose
+
+        def proposed(batch: Batch) -> Draft:
+            draft = propose(batch)
             for i, seq in enumerate(batch.seqs):
-                if draft.tokens[i]:
-                    begin = torch.tensor([seq.tokens[: self._begin]], device=self.places.device)
-                    length = torch.tensor([len(seq.tokens)], device=self.places.device)
-                    draft.tokens[i][:] = self.look_up(begin, length, len(draft.tokens[i]))[0].tolist()
+                found = self.behind(seq.tokens, batch.max_nodes[i]) if draft.tokens[i] else None
+                if found is not None:
+                    draft.tokens[i][:], draft.parents[i][:] = found
             return draft
 
-        def filled(drafter: Any, graph: GraphState) -> Work:
-            fill = plan_fill(drafter, graph)
+        drafter.propose = proposed  # type: ignore[method-assign]
+        if engine.captured is not None:
+            captured = engine.captured._drafter
+            assert isinstance(captured, CapturedHead) and not engine.captured.captured_sizes
+            self._attach_captured(captured)
+            return
+        for nodes in range(1, max(engine.draft_lengths.lengths, default=0) + 1):
+            self.drafts(nodes)  # all numbers: near its limit a text gets fewer nodes
+
+    def _attach_captured(self, captured: CapturedHead) -> None:
+        plan_fill = captured.plan_fill
+
+        def planned(graph: GraphState) -> Work:
+            fill, slots = plan_fill(graph), graph.batch_slots
+            self.drafts(graph.k)  # made now: nothing may be made while a step is captured
 
             def work() -> None:
                 fill()
-                slots = graph.batch_slots
-                found = self.look_up(slots.history[:, : self._begin].long(), slots.lengths.long(), graph.k)
-                graph.inputs.ids[:, 1:] = found.to(graph.inputs.ids.dtype)
+                tokens, parents, known = self.look_up(slots.history, slots.lengths, graph.k)
+                _overwrite(graph.inputs.ids[:, 1:], tokens, known)
+                if graph.trees is not None:
+                    _overwrite(graph.trees.parents[:, 1:], parents + 1, known)
 
             return work
 
-        HeadDrafter.propose, CapturedHead.plan_fill = spoken, filled  # type: ignore[method-assign]
+        captured.plan_fill = planned  # type: ignore[method-assign]
 
-        def undo() -> None:
-            HeadDrafter.propose, CapturedHead.plan_fill = propose, plan_fill  # type: ignore[method-assign]
+    def _distinct(self, texts: HeldOutTexts) -> tuple[Tensor, Tensor, Tensor]:
+        """Hashes, texts and places of the tokens that were written, once for texts that are the same up to there."""
+        hashes = ((texts.tokens + 1) * self._factors).cumsum(1)
+        written = (self._at >= texts.begins[:, None]) & (self._at < texts.ends[:, None])
+        rows, places = written.nonzero(as_tuple=True)
+        hashes, order = hashes[rows, places].sort()
+        rows, places = rows[order], places[order]
+        again = F.pad(hashes[1:] == hashes[:-1], (1, 0))
+        assert bool((places == places.roll(1))[again].all()), "two texts have one hash"
+        return hashes[~again], rows[~again], places[~again]
 
-        return undo
+
+def _overwrite(nodes: Tensor, others: Tensor, rows: Tensor) -> None:
+    """Write others [B, nodes] over these rows [B, 1] of the nodes."""
+    nodes.copy_(torch.where(rows, others.to(nodes.dtype), nodes))
