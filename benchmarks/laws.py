@@ -8,8 +8,9 @@ Without --given the target (a small Llama) writes the training text and the prom
 text. With --given T counts tokens of raw text, and behind them every head reads the same answers: the target writes
 questions behind its chat template's beginning, and answers them. Prompts that heads are measured on are in the file.
 
---part 1/3, 2/3 and 3/3 in three processes, each with its own OUT and the same WORK, train a grid on one device sooner:
-trainings of small heads wait for launches. `faircopy laws fit` takes all their files.
+--part 1/2 and 2/2 in two processes, each with its own OUT and the same WORK, train a grid on one device sooner: one
+trains while the other measures. --only names single points. `faircopy laws fit` takes all their files. `prompts` in a
+result's settings tells whether the held-out texts were the same.
 
 OUT/results.jsonl gets a line as each head ends; a run with the same file in OUT goes on behind it. OUT/best is the best
 head so far, and OUT/times.json has the time of a level by layers and rows. Texts are kept in WORK/texts.pt: all heads
@@ -228,7 +229,7 @@ def run(args: argparse.Namespace) -> None:
     texts = Texts(args)
     budgets = [args.smallest << n for n in args.budgets]
     points = grid(args.smallest, args.doublings, args.depths, budgets, range(args.seeds))
-    mine = part_of(points, *args.part)
+    mine = [point for point in part_of(points, *args.part) if not args.only or point in args.only]
     text = texts.cached("text", teacher, max(point.tokens for point in mine))
     assert text is not None
     print(f"texts: {text.windows.numel()} tokens, {time.time() - begin:.1f} s", flush=True)
@@ -256,6 +257,11 @@ def _part(text: str) -> tuple[int, int]:
     return part, parts
 
 
+def _point(text: str) -> Point:
+    tokens, layers, seed = map(int, text.split(":"))
+    return Point(tokens, layers, seed)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="models/target", help="folder of a small Llama")
@@ -280,6 +286,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="+", default=[3, 5], help="doublings at which depths are trained")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--part", type=_part, default=(1, 1), help="of the grid, such as 2/3")
+    parser.add_argument(
+        "--only", type=_point, nargs="+", default=[], help="points such as 8388608:1:2 (tokens:layers:seed)"
+    )
     parser.add_argument("--new", type=int, default=64, help="tokens behind a prompt")
     parser.add_argument("--prompts-wanted", type=int, default=384)
     parser.add_argument("--own-rows", type=int, default=4096)

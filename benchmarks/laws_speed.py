@@ -36,8 +36,9 @@ from faircopy.train.data import Windows
 from faircopy.train.heads import HeadTask, Teacher
 from faircopy.train.loop import Settings, train
 
-NODES = {1: 24, 4: 12, 8: 8, 16: 5, 32: 3, 64: 2}  # of a tree, by batch
+NODES = {1: (4, 12), 4: (3, 8), 8: (3, 8), 16: (2, 5), 32: (2, 5), 64: (1, 3)}  # of a head's trees, by batch
 CHAIN = 4  # draft tokens of n-gram
+QUEUE = 4  # prompts of a task for each place of a batch: a text that ends is replaced
 
 
 def best_of(folder: Path) -> Result:
@@ -81,9 +82,15 @@ def prompts_by_task(file: Path) -> dict[str, list[list[int]]]:
     return found
 
 
-def engine_for(args: argparse.Namespace, target: Model, drafter: str, batch: int) -> Engine:
+def ways(batch: int) -> Iterator[tuple[str, int]]:
+    """Drafters and their numbers of nodes; plain decoding first."""
+    yield "plain", 0
+    yield from ((head, nodes) for head in ("scylla", "eagle3") for nodes in NODES[batch])
+    yield "n-gram", CHAIN
+
+
+def engine_for(args: argparse.Namespace, target: Model, drafter: str, nodes: int, batch: int) -> Engine:
     tidy(target.device)
-    nodes = {"plain": 0, "n-gram": CHAIN}.get(drafter, NODES[batch])
     options: dict[str, Any] = {"cache_memory": args.memory, "device": args.device, "prefix_reuse": False}
     config = EngineConfig(k=nodes, max_batch=batch, **options)
     if drafter == "n-gram":
@@ -98,17 +105,20 @@ def measured(args: argparse.Namespace, deadline: float) -> Iterator[dict[str, An
     tasks, plain = prompts_by_task(args.given), dict[tuple[str, int], Any]()
     target = load_target(args.target, EngineConfig(device=args.device))
     for batch in args.batches:
-        for drafter in ("plain", "scylla", "eagle3", "n-gram"):
+        for drafter, nodes in ways(batch):
             if time.time() > deadline:
                 return
-            engine = engine_for(args, target, drafter, batch)
-            decode(engine, cycle(tasks[next(iter(tasks))], batch), args.new)  # captures
-            for task, prompts in tasks.items():
-                done = decode(engine, cycle(prompts, max(batch, args.prompts)), args.new)
+            engine = engine_for(args, target, drafter, nodes, batch)
+            queues = {task: cycle(prompts, max(QUEUE * batch, args.prompts)) for task, prompts in tasks.items()}
+            mixed = [prompt for queue in queues.values() for prompt in queue[: 2 * batch + 4]]
+            for prompts in (mixed, next(iter(queues.values()))):  # what is captured on demand is captured now
+                decode(engine, prompts, args.new)
+            for task, prompts in queues.items():
+                done = decode(engine, prompts, args.new)
                 before = plain.setdefault((task, batch), done)
                 same = sum(a == b for a, b in zip(done.texts, before.texts, strict=True))
                 yield {
-                    "drafter": drafter, "batch": batch, "task": task, "rate": round(done.rate, 1),
+                    "drafter": drafter, "nodes": nodes, "batch": batch, "task": task, "rate": round(done.rate, 1),
                     "speed_up": round(done.rate / before.rate, 3), "per_step": round(done.per_step, 3),
                     "identical": same, "of": len(done.texts),
                 }  # fmt: skip
