@@ -16,6 +16,8 @@ NEAR = 3  # steps of a kind after which the level follows it
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
+DRIFT = 1.1  # how far drafted steps alone may move the level before plain ones are measured again
+REFERENCE = 3  # plain steps that say what plain decoding takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class StepCosts:
     """A cost table that follows what steps really take.
 
     One level for all steps follows growing texts and a busy machine; factors by (batch, k) correct the table's shape.
+    While all steps are drafted, a level that rises may mean that drafts alone have become dearer: plain steps, once
+    they are measured again, tell the two apart.
     """
 
     def __init__(self, table: CostTable = GUESSED) -> None:
@@ -129,6 +133,8 @@ class StepCosts:
         self._level = 0.0  # 0: nothing was measured
         self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
         self._cells: dict[tuple[int, int], _Cell] = {}
+        self._plain_level = 0.0  # the level at the last plain step
+        self._again: list[float] = []  # plain steps since drafted ones have moved it, over what was expected
 
     @property
     def measured(self) -> bool:
@@ -149,9 +155,31 @@ class StepCosts:
         found = seconds / (expected * self._level)
         if cell.count == 1 and found > SLOW_START:
             return  # it may have compiled or captured something
+        if k == 0 and self.adrift and len(cell.first) >= REFERENCE:
+            self._settle(found / cell.factor)
+            return
         if cell.count > NEAR:
             self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
         cell.add(found)
+        if k == 0 and not self.adrift:
+            self._plain_level = self._level
+
+    @property
+    def adrift(self) -> bool:
+        """Whether drafted steps have moved the level so far that plain ones should be measured again."""
+        before = self._plain_level
+        return before > 0.0 and not before / DRIFT <= self._level <= before * DRIFT
+
+    def _settle(self, share: float) -> None:
+        """share: what a plain step took over what the level says. The rest of the level is that of drafted steps."""
+        self._again.append(share)
+        if len(self._again) < REFERENCE:
+            return
+        share = median(self._again)
+        self._again.clear()
+        self._plain_level = self._level = self._level * share
+        for (_, k), cell in self._cells.items():
+            cell.factor /= share if k else 1.0
 
     def tried(self, batch: int, k: int) -> int:
         cell = self._cells.get((bucket(batch), k))
@@ -173,14 +201,22 @@ class StepCosts:
         return self._level or 1.0
 
     def _factor(self, size: int, k: int) -> float:
-        """Its own correction, or that of the nearest k of this batch, or of any batch."""
+        """Its own correction; else that of plain steps, and how much more drafts were off where both were measured."""
         own = self._cells.get((size, k))
         if own is not None and own.count:
             return own.factor
-        known = [(abs(n - k), cell) for (b, n), cell in self._cells.items() if b == size and cell.count]
-        if not known:
-            known = [(abs(n - k), cell) for (_, n), cell in self._cells.items() if cell.count]
-        return min(known, key=lambda pair: pair[0])[1].factor if known else 1.0
+        drafts = self._nearest(size, k, drafted=True) if k else None
+        plain = self._nearest(size, 0, drafted=False)
+        if drafts is None or plain is None:
+            known = drafts or plain or self._nearest(size, k, drafted=True)
+            return self._cells[known].factor if known else 1.0
+        beside = self._nearest(drafts[0], 0, drafted=False) or plain
+        return self._cells[plain].factor * self._cells[drafts].factor / self._cells[beside].factor
+
+    def _nearest(self, size: int, k: int, drafted: bool) -> tuple[int, int] | None:
+        """The kind of steps that were measured in the nearest size of a batch, with the nearest k."""
+        known = [kind for kind, cell in self._cells.items() if cell.first and (kind[1] > 0) == drafted]
+        return min(known, key=lambda kind: (abs(math.log2(kind[0] / size)), abs(kind[1] - k)), default=None)
 
 
 def bucket(batch: int) -> int:

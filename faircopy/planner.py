@@ -16,7 +16,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from faircopy.costs import CostTable, StepCosts, bucket
+from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths
 from faircopy.measured_acceptance import History
 from faircopy.progress import counted
@@ -32,13 +32,13 @@ HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials
+SLOW = 2.0  # a step counts as this much longer than steps of its kind at most: what is beyond is the machine's
 SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a k that looked worse is tried again
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
 CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
-REFERENCE = 3  # plain steps that are measured in a batch before drafting
 TRIED = 8  # sequences that get drafts in it
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
@@ -250,10 +250,15 @@ class AutoLength(DraftLengths):
             self._book_reading(step)
 
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
-        """What a step saved or cost against plain decoding."""
+        """What a step saved or cost against plain decoding.
+
+        One slow moment would keep a good drafter off for a long time; if steps of a kind are slow again and again, what
+        they are expected to take says so.
+        """
         batch = len(step.batch)
         if k and batch:
             gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
+            seconds = min(seconds, SLOW * self.costs.of(batch, k))
             self._saved += gained * self.costs.of(batch, 0) / batch - seconds
         self._elapsed += seconds
 
@@ -362,15 +367,17 @@ class AutoLength(DraftLengths):
         return self._gain(survivals, k) > PROMISING * len(seqs)
 
     def _needs_reference(self, batch: int) -> bool:
-        """Whether a few plain steps should run first: what drafts gain is known against those, and tables may be off.
+        """Whether a few plain steps should run first: what drafts gain is known against those, tables may be off, and
+        after a while drafted steps alone do not tell what plain ones would take.
 
-        Where all steps read prompts, none can be measured, and that is given up.
+        Where all steps read prompts, none can be measured, and that is given up for a while.
         """
         size = bucket(batch)
-        if self.costs.tried(batch, 0) >= REFERENCE:
+        if self.costs.tried(batch, 0) >= REFERENCE and not self.costs.adrift:
+            self._asked.pop(size, None)
             return False
         self._asked[size] = self._asked.get(size, 0) + 1
-        return self._asked[size] <= 4 * REFERENCE
+        return self._asked[size] % PROBE <= 4 * REFERENCE
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
         """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""

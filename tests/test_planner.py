@@ -14,14 +14,14 @@ from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
-from faircopy.costs import CostTable, Curve, StepCosts, bucket
+from faircopy.costs import REFERENCE, CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
 from faircopy.drafters.base import Drafter
 from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
-from faircopy.planner import REFERENCE, Acceptance, AutoLength, TreeGains
+from faircopy.planner import Acceptance, AutoLength, TreeGains
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
@@ -85,6 +85,45 @@ def test_one_slow_step_of_a_trial_is_not_believed(slow: int) -> None:
     for step in range(3):
         costs.observe(1, 3, 4, 0.013 * (2.9 if step == slow else 1.0))
     assert costs.of(1, 3) == pytest.approx(0.013, rel=0.02)
+
+
+@pytest.mark.parametrize("table", [None, CostTable(Curve(((1, 1.0), (64, 2.0))))])
+def test_drafts_that_become_dearer_are_told_from_a_slower_machine(table: CostTable | None) -> None:
+    dear, machine = 1.0, 1.0
+
+    def cost(batch: int, k: int) -> float:
+        return machine * (1.0 + 0.1 * k) * (dear if k else 1.0)
+
+    chooser = AutoLength(4, table=table)
+    assert max(simulate(chooser, 0.6, cost)[2][-50:]) > 0
+    machine = 2.0
+    tokens, seconds, chosen = simulate(chooser, 0.6, cost, steps=2000)
+    assert min(sum(k > 0 for k in chosen[n : n + 100]) for n in range(0, 2000, 100)) > 80, "all steps are slower"
+    dear = 2.5
+    tokens, seconds, chosen = simulate(chooser, 0.6, cost, steps=2000)
+    assert tokens / seconds > 0.98 * plain_rate(cost) and sum(k > 0 for k in chosen[300:]) < 60
+    dear = 1.0
+    assert sum(k > 0 for k in simulate(chooser, 0.6, cost, steps=2000)[2]) > 1000, "it is found out again"
+
+
+def test_one_slow_step_does_not_switch_a_good_drafter_off() -> None:
+    slow = iter([False] * 4 + [True])
+
+    def cost(batch: int, k: int) -> float:
+        return 1.0 + 0.1 * k + (30.0 if k and next(slow, False) else 0.0)
+
+    tokens, seconds, chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.8, cost, batch=1)
+    assert sum(k > 0 for k in chosen[50:]) > 300
+
+
+def test_what_drafts_cost_in_one_batch_is_expected_of_others() -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (64, 2.0)))))  # a head's levels are in no table
+    for _ in range(5):
+        costs.observe(16, 0, 16, costs.table.step(16, 0))
+        costs.observe(16, 2, 48, 2.0 * costs.table.step(16, 2))
+        costs.observe(4, 0, 4, costs.table.step(4, 0))
+    assert costs.of(4, 2) == pytest.approx(2.0 * costs.table.step(4, 2), rel=0.05)
+    assert costs.of(4, 0) == pytest.approx(costs.table.step(4, 0), rel=0.05)
 
 
 def test_a_good_drafter_is_used_and_a_useless_one_is_not() -> None:
