@@ -9,8 +9,7 @@ from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
 from faircopy.drafters.heads import Head
-from faircopy.errors import CheckpointError
-from faircopy.model.anatomy import identity
+from faircopy.model.anatomy import known_identity
 from faircopy.model.base import Model
 from faircopy.model.trial import pass_curve
 from faircopy.progress import doing
@@ -45,7 +44,7 @@ def known_costs(target: Model, draft: Model | Head | None) -> CostTable | None:
 
 def keep_costs(target: Model, draft: Model | Head | None, table: CostTable) -> None:
     """Keep what was measured, if both models were read from files."""
-    checkpoint = _checkpoint(target.name)
+    checkpoint = known_identity(target.name)
     if checkpoint is not None:
         beside = "no draft model" if draft is None or isinstance(draft, Head) else draft.name
         about = f"{str(target.dtype).removeprefix('torch.')}, {beside}, {device_kind(target.device)}"
@@ -54,7 +53,7 @@ def keep_costs(target: Model, draft: Model | Head | None, table: CostTable) -> N
 
 def kept_costs(name: str) -> list[tuple[str, CostTable]]:
     """The tables of a checkpoint, each with what it was measured with."""
-    checkpoint = _checkpoint(name)
+    checkpoint = known_identity(name)
     dicts = [kept for kept in _KEPT.values() if isinstance(kept, dict) and checkpoint is not None]
     found = [(str(kept.get("about")), _table(kept)) for kept in dicts if kept.get("checkpoint") == checkpoint]
     return [(about, table) for about, table in found if table is not None]
@@ -69,14 +68,6 @@ def _table(kept: Any) -> CostTable | None:
 
 
 def _key(target: Model, draft: Model | Head | None) -> str:
-    small = None if draft is None or isinstance(draft, Head) else f"{_checkpoint(draft.name)} {draft.backend}"
+    small = None if draft is None or isinstance(draft, Head) else f"{known_identity(draft.name)} {draft.backend}"
     kind = f"{target.backend} {target.dtype} {device_kind(target.device)}"
-    return f"{_checkpoint(target.name)} {small} {kind} {source_hash()}"
-
-
-def _checkpoint(name: str) -> str | None:
-    """What a model's files say they are; None: it was not read from files."""
-    try:
-        return identity(name)
-    except CheckpointError:
-        return None
+    return f"{known_identity(target.name)} {small} {kind} {source_hash()}"

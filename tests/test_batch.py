@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,20 @@ def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, conten
     with pytest.raises(ConfigError, match="not an answer of a batch"):
         BatchFile(requests, other)
     assert other.read_text() == content + ending
+
+
+def test_weights_decide_the_tokens_wherever_they_lie(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    folder, others = checkpoint("llama"), checkpoint("llama", 1)
+    shutil.copytree(folder, tmp_path / "copy")
+    shutil.copytree(others, tmp_path / "one" / "model")
+    options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "cache_memory": "1MiB"}
+    found = [fingerprint(LLM(name, **options)) for name in (folder, str(tmp_path / "copy"), others)]
+    assert found[0] == found[1] != found[2], "a copy is the same model"
+    place = str(tmp_path / "one" / "model")
+    before = fingerprint(LLM(place, **options))
+    shutil.rmtree(place)
+    shutil.copytree(folder, place)
+    assert (before, fingerprint(LLM(place, **options))) == (found[2], found[0]), "other weights at the same path"
 
 
 def test_ranks_are_no_part_of_what_decides_the_tokens() -> None:

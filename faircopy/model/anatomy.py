@@ -92,6 +92,14 @@ def identity(path: str) -> str | None:
     return f"{fingerprint(path)}-{hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()[:16]}"
 
 
+def known_identity(name: str) -> str | None:
+    """The identity of a model by its name; None: it was not read from files, or these are slow to look into."""
+    try:
+        return identity(name)
+    except CheckpointError:
+        return None
+
+
 def file_states(path: str) -> tuple[tuple[str, int, int], ...]:
     """A checkpoint's files with the size and time of each: equal only if nothing was written in between."""
     files = sorted(file for file in find_checkpoint(path).iterdir() if file.is_file())

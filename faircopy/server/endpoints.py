@@ -6,6 +6,7 @@ import hashlib
 
 from faircopy import __version__
 from faircopy.llm import LLM
+from faircopy.model.anatomy import known_identity
 from faircopy.model.loader import response_template
 from faircopy.server.answers import ChatShape, CompletionShape, Shape, Writer
 from faircopy.server.protocol import ChatRequest, CompletionRequest
@@ -43,10 +44,11 @@ class Endpoints:
 
 
 def _fingerprint(llm: LLM) -> str:
-    """What, besides the request, decides the tokens: model, type, kind of device and order of sums; not the ranks."""
+    """What, besides the request, decides the tokens: weights, type, kind of device and order of sums; not the ranks."""
     config, device = llm.config, llm.model.device.type
     grouped = device == "cpu" and (config.k_groups or config.tensor_parallel > 1)
     decoder, *_ranks = llm.model.backend.split(", ")
     rules = (str(grouped), str(config.exact), config.verifier)
-    parts = (llm.model.name, str(llm.model.dtype), device, decoder, *rules, __version__)
+    weights = known_identity(llm.model.name) or llm.model.name
+    parts = (weights, str(llm.model.dtype), device, decoder, *rules, __version__)
     return "fc_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
