@@ -13,10 +13,13 @@ from typing import Any
 SMOOTHING = 0.02  # share of a new measurement in a factor
 FIRST = 5  # measurements of a kind of which the median counts
 NEAR = 3  # steps of a kind after which the level follows it
+STALE = 200  # steps after which a kind that has not run is measured anew,
+STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
+STALE_DRIFTED = 64  # and plain ones where the level has moved by DRIFT since
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
-DRIFT = 1.1  # how far drafted steps alone may move the level before plain ones are measured again
+DRIFT = 1.15
 REFERENCE = 3  # plain steps that say what plain decoding takes
 
 
@@ -110,12 +113,22 @@ class _Cell:
     factor: float = 1.0  # measured over expected, with the level taken out
     count: int = 0
     first: list[float] = field(default_factory=list)
+    last: int = 0  # the number of its last step, of all steps
+    level: float = 0.0  # at that time
+
+    def drifted(self, level: float) -> bool:
+        """Whether other kinds have moved the level much since: they do not tell whether this one has changed too."""
+        return not self.level / DRIFT <= level <= self.level * DRIFT
 
     def add(self, found: float) -> None:
-        """The median of the first few, so that a slow moment does not decide; then a running average."""
+        """The median of the first few, so that a slow moment does not decide; then a running average.
+
+        Of a kind that is measured anew the old factor stays until there are a few.
+        """
         if len(self.first) < FIRST:
             self.first.append(found)
-            self.factor = median(self.first)
+            if self.count <= FIRST or len(self.first) >= REFERENCE:
+                self.factor = median(self.first)
         else:
             self.factor += max(SMOOTHING, 1.0 / self.count) * (found - self.factor)
 
@@ -124,8 +137,7 @@ class StepCosts:
     """A cost table that follows what steps really take.
 
     One level for all steps follows growing texts and a busy machine; factors by (batch, k) correct the table's shape.
-    While all steps are drafted, a level that rises may mean that drafts alone have become dearer: plain steps, once
-    they are measured again, tell the two apart.
+    A kind of steps that has not run for a while is measured anew.
     """
 
     def __init__(self, table: CostTable = GUESSED) -> None:
@@ -133,8 +145,7 @@ class StepCosts:
         self._level = 0.0  # 0: nothing was measured
         self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._plain_level = 0.0  # the level at the last plain step
-        self._again: list[float] = []  # plain steps since drafted ones have moved it, over what was expected
+        self._steps = 0  # that were measured
 
     @property
     def measured(self) -> bool:
@@ -148,6 +159,7 @@ class StepCosts:
 
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.setdefault((bucket(batch), k), _Cell())
+        self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
         if self._level == 0.0:
@@ -155,31 +167,25 @@ class StepCosts:
         found = seconds / (expected * self._level)
         if cell.count == 1 and found > SLOW_START:
             return  # it may have compiled or captured something
-        if k == 0 and self.adrift and len(cell.first) >= REFERENCE:
-            self._settle(found / cell.factor)
-            return
-        if cell.count > NEAR:
+        if self._stale(cell, k):
+            cell.first.clear()
+        elif len(cell.first) >= NEAR:
             self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
         cell.add(found)
-        if k == 0 and not self.adrift:
-            self._plain_level = self._level
+        cell.last, cell.level = self._steps, self._level
 
-    @property
-    def adrift(self) -> bool:
-        """Whether drafted steps have moved the level so far that plain ones should be measured again."""
-        before = self._plain_level
-        return before > 0.0 and not before / DRIFT <= self._level <= before * DRIFT
+    def known(self, batch: int, k: int) -> bool:
+        """Whether enough steps of this kind were measured, and not too long ago."""
+        cell = self._cells.get((bucket(batch), k))
+        return cell is not None and len(cell.first) >= REFERENCE and not self._stale(cell, k)
 
-    def _settle(self, share: float) -> None:
-        """share: what a plain step took over what the level says. The rest of the level is that of drafted steps."""
-        self._again.append(share)
-        if len(self._again) < REFERENCE:
-            return
-        share = median(self._again)
-        self._again.clear()
-        self._plain_level = self._level = self._level * share
-        for (_, k), cell in self._cells.items():
-            cell.factor /= share if k else 1.0
+    def _stale(self, cell: _Cell, k: int) -> bool:
+        """Whether a kind has not run for so long that it should be measured anew."""
+        after = STALE
+        if k == 0:
+            captured = STALE_CAPTURED if self.table.steps else STALE
+            after = STALE_DRIFTED if cell.drifted(self._level) else captured
+        return self._steps - cell.last >= after
 
     def tried(self, batch: int, k: int) -> int:
         cell = self._cells.get((bucket(batch), k))
