@@ -23,11 +23,11 @@ from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
+from faircopy.kernels.tree_growth import Nodes
 from faircopy.laws.acceptance import HeldOutTexts, Reading, drafts_behind, held_out_texts
 from faircopy.model.base import Model
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
-from faircopy.types import Batch, Draft
 
 AT_ONCE = 512  # places that drafts are made behind together
 Texts = dict[tuple[int, ...], list[int]]  # prompts, and what plain decoding wrote behind them
@@ -79,41 +79,51 @@ class Recorded:
         self._factors = torch.randint(-(1 << 62), 1 << 62, (length,), generator=source).to(texts.tokens.device)
         self._at = torch.arange(length, device=texts.tokens.device)
         self._hashes, self._rows, self._places = self._distinct(texts)
-        self._drafts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._drafts: dict[tuple[int, int], Nodes] = {}
 
-    def drafts(self, nodes: int) -> tuple[Tensor, Tensor]:
-        """Tokens and parents [places, nodes], made when first asked for; -1: a missing node, as in batched_trees.py."""
-        if nodes not in self._drafts:
+    def drafts(self, nodes: int, levels: int) -> Nodes:
+        """Nodes behind all places, made when first asked for; -1: a missing one, as in batched_trees.py."""
+        if (nodes, levels) not in self._drafts:
             parts = [
-                drafts_behind(self._reading, rows, places, self._head.tree(nodes))
+                self._drafted(rows, places, nodes, levels)
                 for rows, places in zip(self._rows.split(AT_ONCE), self._places.split(AT_ONCE), strict=True)
             ]
-            tokens, parents = zip(*parts, strict=True)
-            self._drafts[nodes] = torch.cat(tokens).int(), torch.cat(parents).int()
-        return self._drafts[nodes]
+            self._drafts[nodes, levels] = Nodes(*map(torch.cat, zip(*parts, strict=True)))
+        return self._drafts[nodes, levels]
 
-    def look_up(self, texts: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and parents [B, nodes] behind the first `lengths` [B] tokens of texts [B, L], and if known [B, 1]."""
+    def _drafted(self, rows: Tensor, places: Tensor, nodes: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+        trees = drafts_behind(self._reading, rows, places, self._head.tree(nodes), levels)
+        trees.finish()
+        assert trees.out.values is not None, "trees have values"
+        return trees.out.tokens, trees.out.parents, trees.out.values
+
+    def look_up(self, texts: Tensor, lengths: Tensor, drafts: Nodes) -> tuple[Nodes, Tensor]:
+        """Nodes [B, nodes] behind the first `lengths` [B] tokens of texts [B, L], and whether they are known [B, 1]."""
         begin = texts[:, : len(self._factors)]
         inside = self._at[: begin.shape[1]] < lengths[:, None]
         hashes = (torch.where(inside, begin + 1, 0) * self._factors[: begin.shape[1]]).sum(1)
         place = torch.searchsorted(self._hashes, hashes).clamp(max=len(self._hashes) - 1)
-        tokens, parents = self.drafts(nodes)
-        return tokens[place], parents[place], (self._hashes[place] == hashes)[:, None]
+        assert drafts.values is not None, "trees have values"
+        found = Nodes(drafts.tokens[place], drafts.parents[place], drafts.values[place])
+        return found, (self._hashes[place] == hashes)[:, None]
 
-    def behind(self, text: list[int], nodes: int) -> tuple[list[int], list[int]] | None:
-        """Tokens and parents of the nodes there are behind one text; None: it is not known."""
+    def replace(self, tree: Tree, text: list[int], levels: int) -> None:
+        """Let a tree behind this text have the nodes that were recorded there; it stays if nothing was."""
         device = self._factors.device
-        found = self.look_up(torch.tensor([text], device=device), torch.tensor([len(text)], device=device), nodes)
-        tokens, parents, known = (part[0].tolist() for part in found)
+        drafts = self.drafts(tree.max_nodes, min(levels, tree.max_nodes))
+        found, known = self.look_up(
+            torch.tensor([text], device=device), torch.tensor([len(text)], device=device), drafts
+        )
         if not known[0]:
-            return None
-        place = {-1: -1}
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            return
+        assert found.values is not None, "trees have values"
+        place, above = {-1: -1}, (found.parents[0] - 1).tolist()
+        for node, (token, parent) in enumerate(zip(found.tokens[0].tolist(), above, strict=True)):
             if token >= 0 and parent in place:
                 place[node] = len(place) - 1
         kept = [*place][1:]
-        return [tokens[node] for node in kept], [place[parents[node]] for node in kept]
+        tree.tokens, tree.values = ([part[0][node].item() for node in kept] for part in (found.tokens, found.values))
+        tree.parents = [place[above[node]] for node in kept]
 
     def attach(self, engine: Engine) -> None:
         """Let this engine's head work and draft what was recorded, before any of its steps is captured.
@@ -122,42 +132,42 @@ class Recorded:
         """
         drafter = engine.drafter
         assert isinstance(drafter, HeadDrafter), "a head drafts"
-        propose = drafter.propose
+        grow = drafter._grow
 
-        def proposed(batch: Batch) -> Draft:
-            draft = propose(batch)
-            for i, seq in enumerate(batch.seqs):
-                found = self.behind(seq.tokens, batch.max_nodes[i]) if draft.tokens[i] else None
-                if found is not None:
-                    draft.tokens[i][:], draft.parents[i][:] = found
-            return draft
+        def grown(growing: list[Any], memory: Tensor, drawn: Any) -> None:
+            grow(growing, memory, drawn)
+            for growth in growing:
+                self.replace(growth.tree, growth.seq.tokens, growth.levels)
 
-        drafter.propose = proposed  # type: ignore[method-assign]
+        drafter._grow = grown  # type: ignore[method-assign]
         if engine.captured is not None:
             captured = engine.captured._drafter
             assert isinstance(captured, CapturedHead) and not engine.captured.captured_sizes
             self._attach_captured(captured)
             return
         for nodes in range(1, max(engine.draft_lengths.lengths, default=0) + 1):
-            self.drafts(nodes)  # all numbers: near its limit a text gets fewer nodes
+            self.drafts(nodes, min(self._head.levels, nodes))  # all numbers: near its limit a text gets fewer nodes
 
     def _attach_captured(self, captured: CapturedHead) -> None:
-        plan_fill = captured.plan_fill
+        plan_growth = captured.plan_growth
 
         def planned(graph: GraphState) -> Work:
-            fill, slots = plan_fill(graph), graph.batch_slots
-            self.drafts(graph.k)  # made now: nothing may be made while a step is captured
+            grow, slots = plan_growth(graph), graph.batch_slots
+            levels = min(self._head.levels, graph.k) if graph.trees is None else graph.trees.deepest
+            drafts = self.drafts(graph.k, levels)  # made now: nothing may be made while a step is captured
 
             def work() -> None:
-                fill()
-                tokens, parents, known = self.look_up(slots.history, slots.lengths, graph.k)
-                _overwrite(graph.inputs.ids[:, 1:], tokens, known)
+                grow()
+                found, known = self.look_up(slots.history, slots.lengths, drafts)
+                _overwrite(graph.inputs.ids[:, 1:], found.tokens, known)
                 if graph.trees is not None:
-                    _overwrite(graph.trees.parents[:, 1:], parents + 1, known)
+                    _overwrite(graph.trees.parents[:, 1:], found.parents, known)
+                if graph.shared is not None and found.values is not None:
+                    _overwrite(graph.shared.values, found.values, known)
 
             return work
 
-        captured.plan_fill = planned  # type: ignore[method-assign]
+        captured.plan_growth = planned  # type: ignore[method-assign]
 
     def _distinct(self, texts: HeldOutTexts) -> tuple[Tensor, Tensor, Tensor]:
         """Hashes, texts and places of the tokens that were written, once for texts that are the same up to there."""

@@ -12,7 +12,7 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
-from faircopy.draft_length import BatchLength, DraftLengths, FixedLength, NoLength
+from faircopy.draft_length import BatchLength, DraftLengths, FixedLength, NoLength, Room, own_room, shared_room
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
@@ -185,12 +185,13 @@ def build_engine(
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others)
+    room = _room(drafter, config) if draft_lengths is None else draft_lengths.room
     runner.wants = drafter.wants
     runner.passes = build_passes(runner, config, pool)
-    steps = build_captured(runner, drafter, config, pool)
+    steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured)
+    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured, room)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     policy = strategy.policy(config, captured is not None)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
@@ -201,7 +202,7 @@ def build_engine(
 
 
 def _draft_lengths(
-    target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None
+    target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None, room: Room
 ) -> DraftLengths:
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     if config.law:
@@ -210,7 +211,13 @@ def _draft_lengths(
         return BatchLength(roof.law.k, most, config.max_batch)
     if not config.auto:
         return FixedLength(config.k)
-    return AutoLength(most, config.quality, cost_table(target, draft, config))
+    return AutoLength(most, config.quality, cost_table(target, draft, config), room)
+
+
+def _room(drafter: Drafter, config: EngineConfig) -> Room:
+    """How many of a batch's nodes one sequence may have: more than its share where they go to the surest ones."""
+    shares = config.auto and drafter.ranks_nodes and config.quality in ("explicit", "both")
+    return partial(shared_room, most=config.k) if shares else own_room
 
 
 def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> CapturedPasses | None:
@@ -226,7 +233,9 @@ def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> Capt
     return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool)
 
 
-def build_captured(target: Runner, drafter: Drafter, config: EngineConfig, pool: Any = None) -> CapturedRunner | str:
+def build_captured(
+    target: Runner, drafter: Drafter, config: EngineConfig, pool: Any = None, room: Room = own_room
+) -> CapturedRunner | str:
     """Captured steps, where all parts of a step can be captured; else why every step is eager."""
     layout = target.layout
     if config.verifier == "rejection" or not config.graphs:
@@ -248,5 +257,6 @@ def build_captured(target: Runner, drafter: Drafter, config: EngineConfig, pool:
         config.k,
         pack_rows=config.pack_rows,
         expensive_drafts=drafter.expensive,
+        room=room,
         pool=pool,
     )

@@ -16,7 +16,15 @@ from torch import Tensor
 from faircopy.kernels.gpu.growth import FrontRows
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
-from faircopy.kernels.gpu.pages import PATH, PagePlan, block_length, even_plan, set_base, tree_plan
+from faircopy.kernels.gpu.pages import (
+    PATH,
+    PagePlan,
+    block_length,
+    even_plan,
+    packed_tree_plan,
+    set_base,
+    tree_plan,
+)
 from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -68,8 +76,11 @@ class CapturedDrafter(ABC):
     def plan_fill(self, graph: GraphState) -> Work:
         """Do what depends on shapes alone; the result fills the nodes in graph.inputs and is captured."""
 
-    def tree_depth(self, k: int) -> int:
-        """How many levels its trees of k nodes can have; 0: it drafts chains."""
+    def tree_depth(self, k: int, room: int | None = None) -> int:
+        """How many levels its trees of k nodes can have; 0: it drafts chains.
+
+        room: more nodes than k that a tree may have before the surest k per tree are left.
+        """
         return 0
 
     def ready(self, seq: Sequence) -> bool:
@@ -104,6 +115,7 @@ class GraphState:
     page: int
     scratch: int
     trees: TreeNodes | None = None  # where drafts are trees
+    shared: SharedNodes | None = None  # where all trees share their nodes
 
     @property
     def size(self) -> int:
@@ -112,7 +124,7 @@ class GraphState:
 
     @property
     def k(self) -> int:
-        """Draft nodes per batch slot."""
+        """Draft nodes per batch slot at most."""
         return int(self.inputs.ids.shape[1]) - 1
 
     def verify_rows(self, layout: PagedLayout) -> Packed:
@@ -173,6 +185,21 @@ class GraphState:
         ids, positions, slots = (part[:rows] for part in (packed_rows.ids, packed_rows.positions, packed_rows.slots))
         return Packed(ids, positions, slots, plans, wanted, [], [], [])
 
+    def shared_rows(self, layout: PagedLayout, shared: SharedNodes) -> SharedRows:
+        """The last token and the nodes that were left of every batch slot's tree, end to end."""
+        tables, reach = self._tables
+        plans = {
+            (shape.window, shape.group): packed_tree_plan(
+                self.size, self.k + 1, shared.rows, tables, self.page, reach, shape.group, *_widest(layout)
+            )
+            for shape in layout.layers
+        }
+        block = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)
+        table, rows = shared.table, shared.rows
+        wanted = torch.arange(rows, device=table.ids.device)
+        packed = Packed(table.ids[:rows], table.positions[:rows], table.slots[:rows], plans, wanted, [], [], [])
+        return SharedRows(shared, plans, block, packed)
+
     def row_sampling(self, rows: int) -> RowSampling:
         """Room for what this many rows are chosen with."""
         return RowSampling.empty(self.sampling, rows, self.k)
@@ -190,6 +217,40 @@ class GraphState:
         """Page tables, and how many tokens they reach."""
         tables = self.batch_slots.control[:, Control.PAGES :]
         return tables, tables.shape[1] * self.page
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNodes:
+    """The nodes of a step that all trees share: the surest ones are left and packed end to end."""
+
+    nodes: int  # in all
+    table: PackedRows
+    values: Tensor  # [B, k] float32: how sure the drafter is of each path
+
+    @classmethod
+    def empty(cls, size: int, room: int, nodes: int, device: torch.device) -> SharedNodes:
+        values = torch.zeros(size, room, dtype=torch.float32, device=device)
+        return cls(nodes, PackedRows.empty(size, room + 1, device), values)
+
+    @property
+    def rows(self) -> int:
+        """The last token of every batch slot, and the nodes."""
+        return int(self.values.shape[0]) + self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Packed rows of trees, planned once; where they lie is written before each pass."""
+
+    shared: SharedNodes
+    plans: Plans
+    block: int  # keys per block, of the layer that has most
+    packed: Packed
+
+    def place(self, graph: GraphState, trees: TreeNodes) -> None:
+        graph.suite.pack(graph.batch_slots, graph.inputs, self.shared.table, graph.scratch)
+        for plan in self.plans.values():
+            graph.suite.pack_paths(self.shared.table, trees, plan, self.block)
 
 
 @dataclass(frozen=True, slots=True)

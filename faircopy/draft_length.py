@@ -14,11 +14,25 @@ LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captur
 AUTO_MAX = 8  # draft tokens of k="auto" at most
 AUTO_TREE = 24  # nodes of a tree of k="auto" on a GPU at most
 AUTO_ROWS = 1024  # rows of a full batch of such trees at most
+SHARED_FROM = 3  # sequences of a batch from which on they share nodes: they run in graphs of four batch slots
 
 
 def auto_tree_nodes(max_batch: int) -> int:
     """Nodes that k="auto" gives a tree at most, on a device whose captured steps verify rows at little cost."""
     return max(n for n in LADDER if n <= AUTO_MAX or (n <= AUTO_TREE and max_batch * (n + 1) <= AUTO_ROWS))
+
+
+Room = Callable[[int, int], int]  # k, sequences of a batch -> nodes that one of them may have
+
+
+def own_room(k: int, batch: int) -> int:
+    """Every sequence has k nodes."""
+    return k
+
+
+def shared_room(k: int, batch: int, most: int) -> int:
+    """A batch of several sequences shares k nodes per sequence: one may have twice as many, if `most` allows it."""
+    return max(k, min(2 * k, most)) if batch >= SHARED_FROM else k
 
 
 class DraftLengths(ABC):
@@ -46,6 +60,10 @@ class DraftLengths(ABC):
     def history(self) -> History | None:
         """What was learned of the drafter's drafts, to be kept for plans; None: nothing."""
         return None
+
+    def room(self, k: int, batch: int) -> int:
+        """Nodes that a sequence may have where k are chosen for each of a batch: more, if the batch shares them."""
+        return k
 
     @abstractmethod
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
@@ -85,11 +103,14 @@ class BatchLength(DraftLengths):
 
 
 class FixedLength(DraftLengths):
-    """k nodes for every sequence, unless its request asked for a number of its own."""
+    """k nodes for every sequence, unless its request asked for a number of its own. room: see DraftLengths.room."""
 
-    def __init__(self, k: int) -> None:
-        self._k, self.lengths = k, (0, k)
+    def __init__(self, k: int, room: Room = own_room) -> None:
+        self._k, self.lengths, self._room = k, (0, k), room
         self.reason = f"{k} for every sequence"
+
+    def room(self, k: int, batch: int) -> int:
+        return self._room(k, batch)
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         return [self._k if seq.request.k is None else seq.request.k for seq in seqs]

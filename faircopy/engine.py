@@ -272,7 +272,7 @@ class Engine:
         self._pace.started(begin)
         finished = self.captured.collect(step)
         self.draft_lengths.observe(finished, self._pace.collected(step, more=self._in_flight is not None))
-        return self._commit(finished, in_flight=behind.k + 1 if behind.seqs else 0)
+        return self._commit(finished, in_flight=behind.room + 1 if behind.seqs else 0)
 
     def _commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided; in_flight: tokens that a step started behind this one may add to each sequence."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
-from faircopy.draft_length import LADDER, DraftLengths
+from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.measured_acceptance import History
 from faircopy.progress import counted
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
@@ -32,14 +32,17 @@ HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials
-SLOW = 2.0  # a step counts as this much longer than steps of its kind at most: what is beyond is the machine's
+SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
+FORGIVEN = 32  # as far as no more plain steps are forgiven in all
 SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
-PROBE = 256  # steps after which a k that looked worse is tried again
+PROBE = 256  # steps after which a drafter that looked worse is tried again,
+SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
 CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
+APART = 128  # steps between plain ones that are measured again, of whatever size of the batch
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
@@ -153,8 +156,9 @@ def tried_sequences(seqs: list[Sequence], k: int) -> frozenset[Sequence]:
 def _paid_length(step: FinishedStep) -> int:
     """The draft length that a step's time belongs to: what was asked for where rows were computed for all of it, as
     captured steps do; else the longest draft that was found."""
-    asked = max(step.batch.max_nodes, default=0)
-    found = max(map(len, step.draft.tokens), default=0)
+    asked, found = max(step.batch.max_nodes, default=0), max(map(len, step.draft.tokens), default=0)
+    if step.batch.shared_k is not None:
+        return step.batch.shared_k if step.captured or found else 0
     return asked if step.rows >= len(step.batch) * (asked + 1) else found
 
 
@@ -166,9 +170,14 @@ def _drafts_as_asked(step: FinishedStep) -> bool:
 class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
-    def __init__(self, max_k: int, quality: str = "both", table: CostTable | None = None) -> None:
-        """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off"."""
-        self._max_k, self._quality = max_k, quality
+    def __init__(
+        self, max_k: int, quality: str = "both", table: CostTable | None = None, room: Room = own_room
+    ) -> None:
+        """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off".
+
+        room: nodes that one sequence may have, see DraftLengths.room.
+        """
+        self._max_k, self._quality, self._room = max_k, quality, room
         self.acceptance, self._trees = Acceptance(), TreeGains()
         self.costs = StepCosts() if table is None else StepCosts(table)
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
@@ -178,10 +187,12 @@ class AutoLength(DraftLengths):
         self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
         self._alone = 0.0  # the same for a draft token that has the drafter's pass to itself
         self._held = HOLD_OFF
-        self._since_probe = 0
+        self._since_probe, self._wait = 0, SOON
+        self._since_reference = 0  # choices since plain steps were asked for to be measured
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
         self._trial: Trial | None = None
         self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
+        self._forgiven = 0.0  # plain steps that slow moments have cost
         self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
@@ -223,6 +234,9 @@ class AutoLength(DraftLengths):
         tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
         return History(self._drafts, tuple(tried), self._trees.found) if self._drafts else None
 
+    def room(self, k: int, batch: int) -> int:
+        return max(k, min(self._room(k, batch), self._max_k))
+
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
         k = self._decide(live) if live else 0
@@ -252,14 +266,16 @@ class AutoLength(DraftLengths):
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
         """What a step saved or cost against plain decoding.
 
-        One slow moment would keep a good drafter off for a long time; if steps of a kind are slow again and again, what
-        they are expected to take says so.
+        One slow moment at the beginning would keep a good drafter off for long: a few are forgiven.
         """
         batch = len(step.batch)
         if k and batch:
-            gained = sum(len(decision.tokens) for decision in step.verdict.decisions)
-            seconds = min(seconds, SLOW * self.costs.of(batch, k))
-            self._saved += gained * self.costs.of(batch, 0) / batch - seconds
+            gained, plain = sum(len(decision.tokens) for decision in step.verdict.decisions), self.costs.of(batch, 0)
+            excess = seconds - SLOW * self.costs.of(batch, k)
+            if 0.0 < excess < (FORGIVEN - self._forgiven) * plain:
+                self._forgiven += excess / plain
+                seconds -= excess
+            self._saved += gained * plain / batch - seconds
         self._elapsed += seconds
 
     def _book_reading(self, step: FinishedStep) -> None:
@@ -274,12 +290,23 @@ class AutoLength(DraftLengths):
 
     def _learn_drafts(self, step: FinishedStep, asked: bool) -> None:
         """asked: a sequence without a draft is one for which none was found."""
-        draft = step.draft
-        for i, (seq, decision) in enumerate(zip(step.batch.seqs, step.verdict.decisions, strict=True)):
-            if asked and step.batch.max_nodes[i] and decision.tokens:
+        draft, batch = step.draft, step.batch
+        shared = [i for i in range(len(batch)) if batch.shares(i)]
+        self._learn_shared(step, shared)
+        for i, (seq, decision) in enumerate(zip(batch.seqs, step.verdict.decisions, strict=True)):
+            if i in shared:
+                continue
+            if asked and batch.max_nodes[i] and decision.tokens:
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))
+
+    def _learn_shared(self, step: FinishedStep, sharing: list[int]) -> None:
+        """A tree that got few of the nodes that all share was not likely to be right: their mean says more."""
+        nodes = sum(len(step.draft.tokens[i]) for i in sharing)
+        for i in sharing if nodes else ():
+            self._drafts, self._grows_trees = self._drafts + 1, True
+            self._trees.observe(max(1, round(nodes / len(sharing))), len(step.verdict.decisions[i].nodes))
 
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
         self._drafts += 1
@@ -319,6 +346,7 @@ class AutoLength(DraftLengths):
     def _decide(self, seqs: list[Sequence]) -> int:
         self._held += 1
         self._since_probe += 1
+        self._since_reference += 1
         self._off = self._off + 1 if self.k == 0 and self._trial is None else 0
         if self._stays_off(len(seqs)):
             return 0
@@ -331,18 +359,19 @@ class AutoLength(DraftLengths):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._needs_reference(batch):
-            self.k, self._held, self.reason = 0, HOLD_OFF, f"measuring plain decoding at batch {batch}"
+            self._held, self.reason = HOLD_OFF, f"measuring plain decoding at batch {batch}"
             return 0
         if self._held < HOLD:
             return self.k
         best, rate, now = self._best(seqs)
         self._held = 0
+        self._wait = SOON if best and self.k else self._wait  # it has paid so far
         if best != self.k and rate > BETTER * now:
             if not self._drafts and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
             elif self.k or self._invest(seqs, rate / now - 1.0):
                 self.k = best
-        if self.k == 0 and self._since_probe > PROBE and self._newcomers(seqs):
+        if self.k == 0 and self._trial_is_due(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
         elif self.k == 0 and self._table_is_untried(seqs):
             self._try(seqs, f"trying what drafts cost at batch {batch}")
@@ -351,33 +380,33 @@ class AutoLength(DraftLengths):
     def _stays_off(self, batch: int) -> bool:
         """Whether drafting stays off without a look at costs: it was decided a moment ago, and no trial may come."""
         off = self.k == 0 and self._trial is None and not self._behind and self.costs.measured
-        return off and batch == self._batch and self._held < HOLD_OFF and self._since_probe <= PROBE
+        return off and batch == self._batch and self._held < HOLD_OFF
 
     def _table_is_untried(self, seqs: list[Sequence]) -> bool:
         """Whether only the table's costs forbid drafting: drafts are accepted, and no step of this size has had any.
 
         Once for each size. A table that was measured on a busy machine is wrong.
         """
-        size, k = bucket(len(seqs)), min(FIRST, self._max_k)
+        size = bucket(len(seqs))
         tried = any(self.costs.tried(size, n) for n in range(1, self._max_k + 1))
         if tried or size in self._checked or not self._drafts:
             return False
         self._checked.add(size)
-        survivals = [self.acceptance.survival(seq, k) for seq in seqs]
-        return self._gain(survivals, k) > PROMISING * len(seqs)
+        return self._promises(seqs)
 
     def _needs_reference(self, batch: int) -> bool:
-        """Whether a few plain steps should run first: what drafts gain is known against those, tables may be off, and
-        after a while drafted steps alone do not tell what plain ones would take.
+        """Whether a few plain steps should run, between drafted ones too: what drafts gain is known against those.
 
         Where all steps read prompts, none can be measured, and that is given up for a while.
         """
         size = bucket(batch)
-        if self.costs.tried(batch, 0) >= REFERENCE and not self.costs.adrift:
+        again = self.costs.tried(batch, 0) >= REFERENCE
+        if self.costs.known(batch, 0) or (again and self._since_reference < APART and size not in self._asked):
             self._asked.pop(size, None)
             return False
+        self._since_reference = 0
         self._asked[size] = self._asked.get(size, 0) + 1
-        return self._asked[size] % PROBE <= 4 * REFERENCE
+        return self._asked[size] % (8 * PROBE) <= 4 * REFERENCE
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
         """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""
@@ -401,20 +430,40 @@ class AutoLength(DraftLengths):
         """Seconds that drafting may still cost, if it may cost this many plain steps besides its share of the time."""
         return self._saved + ALLOWANCE * self._elapsed + steps * self.costs.of(batch, 0)
 
-    def _newcomers(self, seqs: list[Sequence]) -> bool:
-        """Whether a drafter that was off has little to read; after as long a time again that does not matter."""
-        return self._since_probe > 2 * PROBE or any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
+    def _trial_is_due(self, seqs: list[Sequence]) -> bool:
+        """Whether it has been off for long; sooner if drafts were accepted: then few measured steps speak against it.
+
+        A drafter that was off has little to read of newcomers; after as long a time again that does not matter.
+        """
+        wait = self._wait if self._promises(seqs) else PROBE
+        newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
+        return self._since_probe > (wait if newcomers else 2 * wait)
+
+    def _promises(self, seqs: list[Sequence]) -> bool:
+        """Whether enough draft tokens are likely to be accepted, whatever they cost."""
+        if not self._drafts:
+            return False
+        k = min(FIRST, self._max_k)
+        return self._gain([self.acceptance.survival(seq, k) for seq in seqs], k) > PROMISING * len(seqs)
 
     def _try(self, seqs: list[Sequence], reason: str) -> None:
         """Begin a trial, if what it costs may be lost."""
         batch = len(seqs)
         k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         tried = tried_sequences(seqs, k) or frozenset(seqs)
-        cost = self._reading(tried) + TRIAL * (self.costs.of(batch, k) - self.costs.of(batch, 0))
+        cost = self._reading(tried) + TRIAL * self._dearer(batch, k)
         if cost < self._allowed(batch, START):
+            self._wait = min(PROBE, 2 * self._wait)
             self.k, self._trial, self._since_probe = k, Trial(tried), 0
             self._row = self._worth = 0.0
             self.reason = reason
+
+    def _dearer(self, batch: int, k: int) -> float:
+        """Seconds that a drafted step takes beyond a plain one; by the table, if none was measured of late."""
+        plain, table = self.costs.of(batch, 0), self.costs.table
+        if self.costs.known(batch, k):
+            return self.costs.of(batch, k) - plain
+        return plain * (table.step(batch, k) / table.step(batch, 0) - 1.0)
 
     def _trial_is_over(self) -> bool:
         assert self._trial is not None, "there is a trial"

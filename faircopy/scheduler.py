@@ -128,14 +128,16 @@ class Scheduler:
         k = self._nodes_of_graph(max(lengths, default=0))
         if any(length and seq in plan.batch.idle for seq, length in zip(going_on, lengths, strict=True)):
             return NOTHING  # a drafter that was off has tokens to read first
-        most = plan.k + 1 + k + 1
+        room = self._draft_lengths.room(k, len(going_on))
+        most = plan.room + 1 + room + 1
         fits = set(chosen) <= set(plan.seqs) and all(
             self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on
         )
         if not fits or not going_on:
             return NOTHING
-        upto, max_nodes = [len(seq.tokens) for seq in going_on], [min(length, k) for length in lengths]
-        return StepPlan(Batch(going_on, upto, max_nodes, idle=_idle(going_on, lengths)), True, k)
+        upto, rooms = [len(seq.tokens) for seq in going_on], self._rooms(going_on, lengths)
+        batch = Batch(going_on, upto, [min(nodes, room) for nodes in rooms], idle=_idle(going_on, lengths))
+        return StepPlan(_sharing(batch, dict(zip(going_on, lengths, strict=True))), True, k, room)
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -170,7 +172,8 @@ class Scheduler:
         if not self._capture.takes(batch):
             return self._before_capture(batch, self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
-        return StepPlan(batch, True, self._nodes_of_graph(max(wanted[seq] for seq in batch.seqs)))
+        k = self._nodes_of_graph(max(wanted[seq] for seq in batch.seqs))
+        return StepPlan(batch, True, k, self._draft_lengths.room(k, len(batch)))
 
     def _nodes_of_graph(self, k: int) -> int:
         """Draft nodes per sequence of the captured step that drafts of k nodes run in."""
@@ -183,13 +186,13 @@ class Scheduler:
         if not capture.follows(batch):
             return StepPlan(batch)
         max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
-        return StepPlan(replace(batch, max_nodes=max_nodes), before_capture=True)
+        return StepPlan(replace(batch, max_nodes=max_nodes, shared_k=None), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:
         """Put candidates into a batch while pages and the prompt chunk last."""
         batch = Batch([], [], [], self._draft_lengths.confidence, _idle(candidates, lengths))
         before, chunk = self.preemptions, self._prompt_chunk(candidates, lengths)
-        for seq, length in zip(candidates, lengths, strict=True):
+        for seq, length in zip(candidates, self._rooms(candidates, lengths), strict=True):
             if seq in self._running:
                 chunk -= self._continue(batch, seq, chunk, length, under_way)
             elif chunk > 0 and self.preemptions == before:  # no new one takes the pages of one just preempted
@@ -198,7 +201,15 @@ class Scheduler:
                     self._full = True
                     break
                 chunk -= used
-        return batch
+        return _sharing(batch, dict(zip(candidates, lengths, strict=True)))
+
+    def _rooms(self, seqs: list[Sequence], lengths: list[int]) -> list[int]:
+        """Nodes that each sequence may have; a length that a request has asked for is its own."""
+        room = self._draft_lengths.room
+        return [
+            length if seq.request.k is not None else room(length, len(seqs))
+            for seq, length in zip(seqs, lengths, strict=True)
+        ]
 
     def _prompt_chunk(self, candidates: list[Sequence], lengths: list[int]) -> int:
         """Prompt tokens of this step at most: fewer if texts go on in it, whose tokens and nodes are rows too."""
@@ -313,6 +324,12 @@ class Scheduler:
         self._full = False
         self._ledger.close(seq)
         self._departed.append(seq)
+
+
+def _sharing(batch: Batch, lengths: dict[Sequence, int]) -> Batch:
+    """The same batch; if sequences may have more nodes than were chosen for them, they share what was chosen."""
+    sharing = [lengths[seq] for seq, nodes in zip(batch.seqs, batch.max_nodes, strict=True) if nodes > lengths[seq]]
+    return replace(batch, shared_k=max(sharing)) if sharing else batch
 
 
 def _idle(seqs: list[Sequence], lengths: list[int]) -> frozenset[Sequence]:

@@ -262,6 +262,7 @@ class Batch:
     max_nodes: list[int]
     confidence: Confidence | None = None  # what of max_nodes is wanted; None: all
     idle: Set[Sequence] = frozenset()  # no drafts are wanted for these: a drafter does nothing for them, not even read
+    shared_k: int | None = None  # nodes per sequence, which go to the surest of all trees; None: each tree has its own
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -271,6 +272,11 @@ class Batch:
         self.seqs.append(seq)
         self.upto.append(upto)
         self.max_nodes.append(max_nodes)
+
+    def shares(self, i: int) -> bool:
+        """Whether the tree of sequence i takes part in sharing nodes: those of a request's own k are its own."""
+        seq = self.seqs[i]
+        return self.shared_k is not None and bool(self.max_nodes[i]) and seq.request.k is None and not seq.drafts_itself
 
     def complete(self, i: int) -> bool:
         """Whether sequence i is fed to its end, so that a next token can be chosen."""
@@ -287,6 +293,7 @@ class StepPlan(NamedTuple):
     batch: Batch
     captured: bool = False
     k: int = 0  # draft nodes per sequence of a captured step's graph
+    room: int = 0  # nodes that one of its sequences may have: more than k where the batch shares them
     before_capture: bool = False  # an eager step behind which captured ones follow
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -100,8 +101,10 @@ def test_drafts_that_become_dearer_are_told_from_a_slower_machine(table: CostTab
     tokens, seconds, chosen = simulate(chooser, 0.6, cost, steps=2000)
     assert min(sum(k > 0 for k in chosen[n : n + 100]) for n in range(0, 2000, 100)) > 80, "all steps are slower"
     dear = 2.5
+    chosen = simulate(chooser, 0.6, cost, steps=150)[2]
+    assert sum(k > 0 for k in chosen) < 100, "it is found out soon"
     tokens, seconds, chosen = simulate(chooser, 0.6, cost, steps=2000)
-    assert tokens / seconds > 0.98 * plain_rate(cost) and sum(k > 0 for k in chosen[300:]) < 60
+    assert tokens / seconds > 0.98 * plain_rate(cost) and sum(k > 0 for k in chosen) < 60
     dear = 1.0
     assert sum(k > 0 for k in simulate(chooser, 0.6, cost, steps=2000)[2]) > 1000, "it is found out again"
 
@@ -112,8 +115,44 @@ def test_one_slow_step_does_not_switch_a_good_drafter_off() -> None:
     def cost(batch: int, k: int) -> float:
         return 1.0 + 0.1 * k + (30.0 if k and next(slow, False) else 0.0)
 
-    tokens, seconds, chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.8, cost, batch=1)
+    chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.8, cost, batch=1)[2]
     assert sum(k > 0 for k in chosen[50:]) > 300
+
+
+@pytest.mark.parametrize(("measured", "soon"), [(2.0, True), (9.0, False)])
+def test_a_drafter_that_was_measured_in_a_slow_moment_is_tried_again(measured: float, soon: bool) -> None:
+    """Soon if its drafts were accepted; if a trial would cost much by what was measured, once that is old."""
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0)))))
+    for n in range(40):
+        chooser.acceptance.observe(sequences(1)[0], 1, n % 2)
+    chooser._drafts = 40
+    for _ in range(5):
+        chooser.costs.observe(1, 0, 1, 1.0)
+        for k in chooser.lengths[1:]:
+            chooser.costs.observe(1, k, k + 1, measured)
+    chosen = simulate(chooser, 0.5, lambda batch, k: 1.0 + 0.1 * k, batch=1, steps=500)[2]
+    assert not any(chosen[:30]) and any(chosen[:100]) == soon and sum(k > 0 for k in chosen[300:]) > 150
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("slower", "chance"), [(20.0, 0.05), (40.0, 0.05), (60.0, 0.02)])
+def test_slow_moments_that_come_again_are_not_forgiven(slower: float, chance: float, batch: int) -> None:
+    source = random.Random(3)
+
+    def cost(size: int, k: int) -> float:
+        return (1.0 + 0.1 * k) * (slower if k and source.random() < chance else 1.0)
+
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0)))))
+    tokens, seconds, _ = simulate(chooser, 0.7, cost, steps=6000, batch=batch)
+    assert tokens / seconds > 0.97 * plain_rate(cost, batch)
+
+
+def test_plain_steps_are_few_where_batches_change_their_size() -> None:
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0)))))
+    chosen: list[int] = []
+    for n in range(100):
+        chosen += simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, steps=30, batch=1 << n % 5, seed=n)[2]
+    assert sum(k == 0 for k in chosen[300:]) < 0.06 * len(chosen)
 
 
 def test_what_drafts_cost_in_one_batch_is_expected_of_others() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from benchmarks.recorded import Recorded, Texts, read_texts, small_head
 from faircopy import LLM, bundled
 from faircopy.build import build_engine, load_target
 from faircopy.config import EngineConfig
+from faircopy.draft_length import FixedLength, shared_room
 from faircopy.drafters.folder import METHODS, new_head, save_head
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import Tree
@@ -141,6 +142,24 @@ def test_captured_steps_draft_what_was_recorded(
     check(make, watch_captured, heads_of(folder, method, chain), folder)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("method", ["clover", "eagle3"])
+def test_recorded_nodes_are_shared_as_a_heads_own(checkpoint: Callable[..., str], method: str, graphs: bool) -> None:
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model: Model = fused(folder)
+
+    def make(head: Head) -> Engine:
+        config = EngineConfig(cache_memory="8MiB", max_batch=5, k=8, graphs=graphs)
+        lengths = FixedLength(3, partial(shared_room, most=8))
+        return build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=lengths)
+
+    check(make, watch_captured if graphs else watch_eager, heads_of(folder, method, False), folder)
+
+
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_accepted_is_what_the_laws_count(checkpoint: Callable[..., str], method: str, chain: bool) -> None:
@@ -171,9 +190,13 @@ def test_other_texts_get_the_heads_own_drafts(checkpoint: Callable[..., str]) ->
     model, texts = load(folder), texts_of(folder)
     prompt, text = next(iter(texts.items()))
     known = [*prompt, *text]
-    assert recorded.behind(known, 5) is not None
-    for strange in ([*known, 3], [*known[:-1], known[-1] + 1], [3, 4], list(prompt)):
-        assert recorded.behind(strange, 5) is None
+    for text, there in (
+        (known, True), ([*known, 3], False), ([*known[:-1], known[-1] + 1], False), ([3, 4], False),
+        (list(prompt), False),
+    ):  # fmt: skip
+        tree = Tree(5)
+        recorded.replace(tree, text, head.levels)
+        assert bool(tree.tokens) == there
     requests = requests_of(random_prompts(2, model.vocab, seed=77), 8)
     engines = [engine_of(model, draft=other, max_batch=2, k=5) for _ in range(2)]
     recorded.attach(engines[0])

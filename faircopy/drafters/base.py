@@ -26,6 +26,7 @@ class Drafter(ABC):
     rows_read = 0  # of text, from the host, since it was made; what a network that drafts cost besides drafting
     layers = 0  # of a head: reading costs about what as many of the target's layers do
     skips_states = False  # true: it needs no hidden states of steps without drafts, once drafting has been off a while
+    ranks_nodes = False  # true: it obeys batch.shared_k, and gives nodes to the paths that it is surest of
     expensive = False  # true: each level of a draft costs the host a pass of a network
 
     @abstractmethod

@@ -16,7 +16,9 @@ from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, Lev
 from faircopy.drafters.batched_trees import BatchedTrees, batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
+from faircopy.drafters.trees import shared_depth
 from faircopy.kernels.gpu.growth import UnreadRows
+from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.tree_growth import Front, Nodes
 from faircopy.layout.base import Packed
@@ -38,8 +40,8 @@ class CapturedHead(CapturedDrafter):
         self._chains = batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
         self.max_nodes = head.levels if self._chains else MAX_TREE_NODES
 
-    def tree_depth(self, k: int) -> int:
-        return 0 if self._chains else min(self._head.levels, k)
+    def tree_depth(self, k: int, room: int | None = None) -> int:
+        return 0 if self._chains else min(self._head.levels, k if room in (None, k) else shared_depth(k))
 
     def ready(self, seq: Sequence) -> bool:
         """Whether what it has not read fits a batch slot, with known states. Sequences with k = 0 may share a captured
@@ -56,7 +58,20 @@ class CapturedHead(CapturedDrafter):
             self._layout.set_cached(seq, length)
 
     def plan_fill(self, graph: GraphState) -> Work:
-        """Read, then draft level by level."""
+        """Read, draft level by level, and where all trees share their nodes leave the surest."""
+        grow, shared, nodes = self.plan_growth(graph), graph.shared, _nodes(graph)
+        if shared is None:
+            return grow
+        count, allowed = shared.nodes, graph.batch_slots.control[:, Control.MAX_NODES]
+
+        def fill() -> None:
+            grow()
+            graph.suite.trees.share(nodes, count, allowed)
+
+        return fill
+
+    def plan_growth(self, graph: GraphState) -> Work:
+        """Read, and draft level by level."""
         head, count = self._head, self._states.rows.shape[1]
         unread = UnreadRows.over(self._states.read[: graph.size], count)
         parts = (part.view(-1) for part in (unread.ids, unread.positions, unread.slots))
@@ -64,19 +79,19 @@ class CapturedHead(CapturedDrafter):
         trees = batch_trees(head.tree(graph.k), graph.size, unread.ids.device, graph.suite.trees, _nodes(graph))
         growth = (_ChainGrowth if trees.is_chain else _TreeGrowth)(head, self._layout, self._rows_of, graph)
 
-        def fill() -> None:
+        def grow() -> None:
             graph.suite.place_unread(graph.batch_slots, unread, graph.page, graph.scratch)
             states = self._states.rows[: graph.size].flatten(0, 1)
             memory = head.read(states[None], packed.ids[None], self._rows_of(packed))[0]
             growth.run(trees, memory.index_select(0, unread.last)[:, None])
 
-        return fill
+        return grow
 
 
 def _nodes(graph: GraphState) -> Nodes:
     """Where drafts are written; the parents of chains are not read."""
     parents = torch.zeros_like(graph.inputs.ids) if graph.trees is None else graph.trees.parents
-    return Nodes(graph.inputs.ids[:, 1:], parents[:, 1:])
+    return Nodes(graph.inputs.ids[:, 1:], parents[:, 1:], None if graph.shared is None else graph.shared.values)
 
 
 class StoredStates(HiddenStateReader):
@@ -112,10 +127,10 @@ class StoredStates(HiddenStateReader):
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""
         joined = torch.cat([states[layer] for layer in self.wants], -1).to(self.rows.dtype)
-        rows = joined.view(graph.size, graph.k + 1, -1)
-        if graph.trees is not None:
-            taken = graph.trees.taken[:, : self.rows.shape[1]].long()
-            rows = rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
+        if graph.trees is None:
+            rows = joined.view(graph.size, graph.k + 1, -1)
+        else:
+            rows = joined[_first_rows(graph) + graph.trees.taken[:, : self.rows.shape[1]].long()]
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
 
@@ -124,6 +139,13 @@ class StoredStates(HiddenStateReader):
 
     def buffers(self) -> list[Tensor]:
         return [self.read, self.rows]
+
+
+def _first_rows(graph: GraphState) -> Tensor:
+    """The row [B, 1] of every batch slot's last token; of one without rows any."""
+    if graph.shared is not None:
+        return graph.shared.table.starts[:-1, None].long().clamp(max=graph.shared.rows - 1)
+    return torch.arange(0, graph.size * (graph.k + 1), graph.k + 1, device=graph.out.device)[:, None]
 
 
 class _TreeGrowth:
@@ -138,7 +160,7 @@ class _TreeGrowth:
         graph = self._graph
         tokens, rows, expanded = graph.inputs.ids[:, :1], None, 0
         trees.reset()
-        last = min(self._head.levels, graph.k) - 1
+        last = min(self._head.levels, graph.k if graph.trees is None else graph.trees.deepest) - 1
         if self._head.independent:
             self._run_independent(trees, self._head.all_levels(memory.flatten(0, 1)[None], last + 1))
             return

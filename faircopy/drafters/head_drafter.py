@@ -13,7 +13,7 @@ from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
 from faircopy.drafters.states import SequenceStates
-from faircopy.drafters.trees import OFFERED, Offer, Tree
+from faircopy.drafters.trees import OFFERED, Offer, Tree, share_nodes, shared_depth
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.base import Packed
@@ -45,6 +45,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
         self.wants, self.layers = head.wants, len(head.layers)
+        self.ranks_nodes = head.tree(1).ranked and not sampled  # what is drawn must not decide what is verified
         self._known: dict[Sequence, SequenceStates] = {}
 
     @torch.no_grad()
@@ -59,8 +60,11 @@ class HeadDrafter(Drafter):
         memory = self._read(part)
         live = [n for n in range(len(part)) if part.complete(n) and part.max_nodes[n]]
         if live:
-            growing = [_GrowingTree(part.seqs[n], self._tree(part.seqs[n], part.max_nodes[n])) for n in live]
+            growing = [self._growing(part, n) for n in live]
             self._grow(growing, rows_of(memory, live), drawn)
+            if part.shared_k is not None:
+                shared = [growth.tree for growth, n in zip(growing, live, strict=True) if part.shares(n)]
+                share_nodes(shared, part.shared_k * len(shared))
             places = {seq: i for i, seq in enumerate(batch.seqs)}
             for growth in growing:
                 self._write(draft, places[growth.seq], growth)
@@ -142,7 +146,7 @@ class HeadDrafter(Drafter):
 
     def _readable(self, batch: Batch) -> Batch:
         """Sequences with states to read, if they get a draft now or many states wait."""
-        part = Batch([], [], [])
+        part = Batch([], [], [], shared_k=batch.shared_k)
         for i, seq in enumerate(batch.seqs):
             known = self._known.get(seq)
             if known is None or seq in batch.idle:
@@ -181,6 +185,13 @@ class HeadDrafter(Drafter):
         """With rejection sampling sampled requests get a chain, each token of which is drawn."""
         return Tree(max_nodes) if self._sampled and not seq.params.greedy else self._head.tree(max_nodes)
 
+    def _growing(self, part: Batch, n: int) -> _GrowingTree:
+        """An empty tree of one of these sequences."""
+        levels = self._head.levels
+        if part.shared_k is not None and part.shares(n):
+            levels = min(levels, shared_depth(part.shared_k))
+        return _GrowingTree(part.seqs[n], self._tree(part.seqs[n], part.max_nodes[n]), levels)
+
     def _grow(self, growing: list[_GrowingTree], memory: Tensor, drawn: SourceTable | None) -> None:
         """Level by level, all sequences together; drawn: to be told what tokens are drawn from."""
         tokens = sent([growth.seq.tokens[-1] for growth in growing], torch.int64, memory.device)
@@ -191,13 +202,13 @@ class HeadDrafter(Drafter):
             logits = self._head.over_vocabulary(guess.logits[0])
             self._offer(front, torch.nan_to_num(logits.float(), neginf=-torch.inf), drawn)
             above = {place: n for n, place in enumerate(front)}
-            grown = dict.fromkeys(growth for growth, _ in front)
+            grown = dict.fromkeys(growth for growth, _ in front if level + 1 < growth.levels)
             front = [(growth, node) for growth in grown for node in growth.tree.front]
             if not front:
                 return
             memory = rows_of(guess.memory[0], [above[growth, growth.tree.above(node)] for growth, node in front])
             tokens = sent([growth.tree.tokens[node] for growth, node in front], torch.int64, memory.device)
-            rows = self._node_rows(front) if self._head.deep and level + 1 < self._head.levels else None
+            rows = self._node_rows(front) if self._head.deep else None
 
     def _node_rows(self, front: list[tuple[_GrowingTree, int]]) -> Rows:
         """Slots for the nodes in front, behind those expanded before."""
@@ -237,6 +248,7 @@ class _GrowingTree:
 
     seq: Sequence
     tree: Tree
+    levels: int  # that it may have
     sources: list[int] = field(default_factory=list)  # of a chain, per level, see Sources
 
 

@@ -57,7 +57,7 @@ class PerRequestDrafter(Drafter):
         self.default, self._others = default, dict(others)
         self._prediction = PredictionDrafter()
         self.wants, self.expensive, self.passes = default.wants, default.expensive, default.passes
-        self.layers, self.skips_states = default.layers, default.skips_states
+        self.layers, self.skips_states, self.ranks_nodes = default.layers, default.skips_states, default.ranks_nodes
 
     @property
     def rows_read(self) -> int:  # type: ignore[override]
@@ -124,6 +124,8 @@ class PerRequestDrafter(Drafter):
 def _only(batch: Batch, owners: list[Drafter], drafter: Drafter) -> Batch:
     """The same batch, with no draft nodes for the sequences of other drafters."""
     nodes = [n if owner is drafter else 0 for n, owner in zip(batch.max_nodes, owners, strict=True)]
+    if batch.shared_k is not None and not drafter.ranks_nodes:
+        nodes = [min(n, batch.shared_k) for n in nodes]
     others = {seq for seq, owner in zip(batch.seqs, owners, strict=True) if owner is not drafter}
     return replace(batch, max_nodes=nodes, idle=batch.idle | others)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 
 Offer = list[tuple[int, float]]  # tokens and their log probabilities, best first
 
@@ -19,6 +20,8 @@ class Tree:
 
     This one is a chain: the first token offered, again and again.
     """
+
+    ranked = False  # true: nodes of several trees can be compared by their values
 
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
@@ -33,8 +36,19 @@ class Tree:
         self._advance([self._add(node, *offer[0]) for node, offer in zip(self.front, offers, strict=True)])
 
     def result(self) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the draft."""
-        return self.tokens, self.parents
+        """Tokens and parents of the draft: the likeliest nodes, if there are more than max_nodes.
+
+        A parent is never less likely than its child and comes before it, so that whole paths are kept.
+        """
+        if len(self.tokens) <= self.max_nodes:
+            return self.tokens, self.parents
+        best = sorted(self.ranking()[: self.max_nodes])
+        place = {node: n for n, node in enumerate(best)}
+        return [self.tokens[n] for n in best], [place.get(self.parents[n], -1) for n in best]
+
+    def ranking(self) -> list[int]:
+        """Its nodes, the likeliest path first."""
+        return sorted(range(len(self.tokens)), key=lambda n: -self.values[n])
 
     def above(self, node: int) -> int:
         """The node whose memory this one continues."""
@@ -72,6 +86,8 @@ class NodeBudgetTree(Tree):
     """Clover's: a node keeps its likely tokens, a level its likely paths. All levels share one node budget, spent from
     the root down."""
 
+    ranked = True
+
     def __init__(self, max_nodes: int, top_p: float = 0.8, floor: float = 0.25) -> None:
         super().__init__(max_nodes)
         self.top_p, self.floor = top_p, floor
@@ -94,6 +110,8 @@ class NodeBudgetTree(Tree):
 class RerankedTree(Tree):
     """EAGLE-2's: expand the likeliest paths of each level, then keep the best nodes of all levels."""
 
+    ranked = True
+
     def __init__(self, max_nodes: int, depth: int) -> None:
         super().__init__(max_nodes)
         self.breadth = max(
@@ -104,12 +122,6 @@ class RerankedTree(Tree):
         nodes = [self._add(parent, token, value) for _, parent, token, value in self._candidates(offers)]
         self.front = nodes[: min(self.breadth, self.max_nodes - len(self.expanded))]
         self.expanded += self.front
-
-    def result(self) -> tuple[list[int], list[int]]:
-        """A parent is never less likely than its child and comes before it, so a stable sort keeps whole paths."""
-        best = sorted(sorted(range(len(self.tokens)), key=lambda n: -self.values[n])[: self.max_nodes])
-        place = {node: n for n, node in enumerate(best)}
-        return [self.tokens[n] for n in best], [place.get(self.parents[n], -1) for n in best]
 
 
 class StaticTree(Tree):
@@ -134,6 +146,21 @@ class StaticTree(Tree):
         self._last = self.front[0]
         self.front = [len(self.tokens) - 1] if self._depth < len(self.levels) else []  # one node stands for the level
         self.expanded += self.front
+
+
+def share_nodes(trees: list[Tree], nodes: int) -> None:
+    """Let the likeliest nodes of all trees stay, no more than `nodes`, and of each tree no more than its max_nodes."""
+    ranked = [
+        (-tree.values[node], n) for n, tree in enumerate(trees) for node in tree.ranking()[: tree.max_nodes]
+    ]  # fmt: skip
+    kept = Counter(n for _, n in sorted(ranked)[:nodes])
+    for n, tree in enumerate(trees):
+        tree.max_nodes = kept[n]
+
+
+def shared_depth(k: int) -> int:
+    """Levels of trees that share k nodes per tree: one more than a tree of k nodes can have."""
+    return k + 1
 
 
 def best_shape(table: list[list[float]], size: int) -> list[tuple[int, int]]:

@@ -29,11 +29,12 @@ class Nodes:
 
     tokens: Tensor  # [B, max_nodes] int32
     parents: Tensor  # [B, max_nodes] int32
+    values: Tensor | None = None  # [B, max_nodes] float32: log probability of the path, where `share` compares them
 
     @classmethod
     def empty(cls, size: int, max_nodes: int, device: torch.device) -> Nodes:
         tokens, parents = (torch.zeros(size, max_nodes, dtype=torch.int32, device=device) for _ in range(2))
-        return cls(tokens, parents)
+        return cls(tokens, parents, torch.zeros(size, max_nodes, device=device))
 
     def write(self, tokens: Tensor, parents: Tensor) -> None:
         """parents: nodes, -1 above the first level."""
@@ -71,6 +72,7 @@ class TreeRules:
     expand: Callable[[Tensor, Tensor, Front, Candidates, int, int], Front]
     rerank: Callable[[Candidates, int, Nodes], None]
     spend: Callable[[Tensor, Tensor, Front, Budget, Nodes, bool], Front]
+    share: Callable[[Nodes, int, Tensor], None]
 
 
 def best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -106,6 +108,9 @@ def rerank(found: Candidates, count: int, out: Nodes) -> None:
     out.parents.fill_(0)
     out.tokens[:, : chosen.shape[1]] = torch.where(there, tokens.gather(1, chosen), -1)
     out.parents[:, : chosen.shape[1]] = torch.where(there, above, -1) + 1
+    if out.values is not None:
+        out.values.fill_(-torch.inf)
+        out.values[:, : chosen.shape[1]] = values.gather(1, chosen)
 
 
 def spend(ids: Tensor, scores: Tensor, front: Front, budget: Budget, out: Nodes, begin: bool) -> Front:
@@ -116,6 +121,8 @@ def spend(ids: Tensor, scores: Tensor, front: Front, budget: Budget, out: Nodes,
         budget.used.zero_()
         out.tokens.fill_(-1)
         out.parents.fill_(0)
+        if out.values is not None:
+            out.values.fill_(-torch.inf)
     chances = scores.exp()
     likely = (chances.cumsum(-1) - chances < budget.top_p) & (scores >= scores[..., :1] + budget.floor)
     paths = torch.where(likely, scores + front.values[..., None], -torch.inf).flatten(1)
@@ -124,11 +131,32 @@ def spend(ids: Tensor, scores: Tensor, front: Front, budget: Budget, out: Nodes,
     kept = (values > -torch.inf) & (rank < max_nodes - used)
     nodes = torch.where(kept, used + rank, max_nodes)
     above, tokens = places // scores.shape[-1], ids.flatten(1).gather(1, places)
-    for table, new in ((out.tokens, tokens), (out.parents, front.nodes.gather(1, above) + 1)):
+    written = [(out.tokens, tokens), (out.parents, front.nodes.gather(1, above) + 1)]
+    for table, new in written if out.values is None else [*written, (out.values, values)]:
         wider = torch.nn.functional.pad(table, (0, 1))  # the last place collects what is dropped
         table.copy_(wider.scatter_(1, nodes, new.to(table.dtype))[:, :max_nodes])
     budget.used.add_(kept.sum(1))
     return Front(tokens, above, nodes, torch.where(kept, values, -torch.inf))
 
 
-TORCH = TreeRules(expand, rerank, spend)
+def share(nodes: Nodes, count: int, allowed: Tensor) -> None:
+    """The likeliest `count` nodes of all trees stay, of each no more than `allowed` [B]; in their order, without gaps.
+
+    A parent is never less likely than its child and comes before it, so that whole paths stay.
+    """
+    assert nodes.values is not None, "nodes are compared by their values"
+    size, max_nodes = nodes.tokens.shape
+    ranks = nodes.values.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    nodes.values.masked_fill_(ranks >= allowed[:, None], -torch.inf)
+    values = nodes.values.flatten()
+    kept = torch.zeros_like(values, dtype=torch.bool)
+    kept[values.sort(descending=True, stable=True).indices[:count]] = True
+    kept = (kept & (values > -torch.inf)).view(size, max_nodes)
+    places = torch.where(kept, kept.cumsum(1) - 1, max_nodes)  # the last place collects what is dropped
+    above = torch.nn.functional.pad(places + 1, (1, 0)).gather(1, nodes.parents.long())
+    for table, new, missing in ((nodes.tokens, nodes.tokens, -1), (nodes.parents, above, 0)):
+        wider = torch.full((size, max_nodes + 1), missing, dtype=table.dtype, device=table.device)
+        table.copy_(wider.scatter_(1, places, new.to(table.dtype))[:, :max_nodes])
+
+
+TORCH = TreeRules(expand, rerank, spend, share)

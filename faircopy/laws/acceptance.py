@@ -63,9 +63,8 @@ def measure(head: Head, texts: HeldOutTexts, max_nodes: int, chain: bool) -> Acc
     tokens, cycles = torch.zeros_like(places), torch.zeros_like(places)
     while len(live := (places + levels < texts.ends).nonzero()[:, 0]):
         tree = Tree(max_nodes) if chain else head.tree(max_nodes)
-        accepted = _accepted(
-            *drafts_behind(reading, live, places[live], tree), texts.tokens[live], places[live], levels
-        )
+        drafts = drafts_behind(reading, live, places[live], tree).result()
+        accepted = _accepted(*drafts, texts.tokens[live], places[live], levels)
         tokens[live] += accepted
         cycles[live] += 1
         places[live] += accepted + 1
@@ -73,12 +72,15 @@ def measure(head: Head, texts: HeldOutTexts, max_nodes: int, chain: bool) -> Acc
 
 
 @torch.no_grad()
-def drafts_behind(reading: Reading, live: Tensor, places: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Tokens and parents [b, nodes] by this tree's rule behind these places of these texts, all at once."""
+def drafts_behind(
+    reading: Reading, live: Tensor, places: Tensor, tree: Tree, levels: int | None = None
+) -> BatchedTrees:
+    """Trees by this tree's rule behind these places of these texts, all at once. levels: fewer than there could be."""
     trees = batch_trees(tree, len(live), places.device)
-    levels = min(reading.head.levels, tree.max_nodes)
-    _Drafting(reading, live, places, sampled=reading.texts.temperature > 0).grow(trees, levels)
-    return trees.result()
+    most = min(reading.head.levels, tree.max_nodes)
+    drafting = _Drafting(reading, live, places, sampled=reading.texts.temperature > 0)
+    drafting.grow(trees, most if levels is None else min(levels, most))
+    return trees
 
 
 def held_out_texts(

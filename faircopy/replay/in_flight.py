@@ -32,7 +32,7 @@ class InFlightStep:
     @property
     def kind(self) -> tuple[int, int]:
         """Batch slots and draft nodes: steps of one kind take about as long."""
-        return self.graph.size, self.graph.k
+        return self.graph.size, self.plan.k
 
     @property
     def idle(self) -> float:

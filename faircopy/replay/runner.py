@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.capture import CapturedDrafter, GraphState, SharedNodes, Work
+from faircopy.draft_length import Room, own_room
 from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
@@ -58,12 +59,14 @@ class CapturedRunner:
         *,
         pack_rows: bool = True,
         expensive_drafts: bool = False,
+        room: Room = own_room,
         pool: Any = None,
     ) -> None:
         """For num_slots sequences of max_nodes nodes each, as memory was counted for; longer drafts run eagerly.
 
         pack_rows: verify only the nodes that were found, where the drafter's number of nodes varies.
         expensive_drafts: each level of a draft costs the host a pass of a network.
+        room: nodes that one sequence may have of k for each of a batch, where the drafter ranks nodes.
         pool: memory of graphs, which may be shared with others that are replayed on the same stream.
         """
         assert layout.suite is not None, "captured steps are made of kernels"
@@ -72,7 +75,7 @@ class CapturedRunner:
         self._steps = Steps(model, layout, drafter)
         self.max_nodes = min(max_nodes, _most_nodes(drafter, layout))
         self._packs = pack_rows and drafter.variable_length and drafter.reads_hidden_states is None
-        self._expensive_drafts = expensive_drafts
+        self._expensive_drafts, self._room = expensive_drafts, room
         self._buckets = [size for size in BUCKETS if size < num_slots] + [num_slots]
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
@@ -128,7 +131,8 @@ class CapturedRunner:
         if step.done is not None:
             step.done.synchronize()
         reports, columns = step.report.numpy(), ReportColumns(step.graph.k + 1, step.graph.trees is not None)
-        batch, draft, decisions = Batch([], [], []), Draft([], []), []
+        batch = Batch([], [], [], shared_k=step.plan.batch.shared_k)
+        draft, decisions = Draft([], []), []
         for seq, slot in step.batch_slots.items():
             if seq.finished is None:
                 report = SlotReport.of(reports[slot], columns)
@@ -246,21 +250,31 @@ class CapturedRunner:
         return self._captured[size, k]
 
     def _make_state(self, size: int, k: int) -> GraphState:
-        device, depth = self._model.device, self._drafter.tree_depth(k) if k else 0
-        inputs = StepInputs.empty(size, k + 1, device)
-        trees = TreeNodes.over(self._layout.all_pools(), size, k + 1, depth) if depth else None
-        out = torch.zeros(size, ReportColumns(k + 1, bool(depth)).total, dtype=torch.int32, device=device)
-        slots, layout, sampling = self._batch_slots.part(size), self._layout, self._sampling.part(size)
-        logprobs = LogprobReport.empty(size * (k + 1), device)
-        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, self._tables.page, layout.scratch, trees)
+        room = min(self._room(k, size), self.max_nodes) if k and self._drafter.tree_depth(k) else k
+        device, depth = self._model.device, self._drafter.tree_depth(k, room) if k else 0
+        shared = SharedNodes.empty(size, room, size * k, device) if room > k else None
+        inputs = StepInputs.empty(size, room + 1, device)
+        trees = TreeNodes.over(self._layout.all_pools(), size, room + 1, depth) if depth else None
+        out = torch.zeros(size, ReportColumns(room + 1, bool(depth)).total, dtype=torch.int32, device=device)
+        slots, sampling = self._batch_slots.part(size), self._sampling.part(size)
+        logprobs = LogprobReport.empty(size * (room + 1), device)
+        places = self._tables.page, self._layout.scratch
+        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, *places, trees, shared)
 
     def _make_step(self, graph: GraphState) -> Step:
-        rows = graph.size * (graph.k + 1)
+        rows = graph.size * (graph.k + 1) if graph.shared is None else graph.shared.rows
         if self._packs and graph.k and rows > FEW_ROWS:
             return self._two_graphs(graph)
-        work = self._steps.chains(graph) if graph.trees is None else self._steps.trees(graph, graph.trees)
+        work = self._work(graph)
         self._try(graph, work)
         return OneGraphStep(self._capture(work), rows)
+
+    def _work(self, graph: GraphState) -> Work:
+        if graph.trees is None:
+            return self._steps.chains(graph)
+        if graph.shared is None:
+            return self._steps.trees(graph, graph.trees)
+        return self._steps.shared_trees(graph, graph.trees, graph.shared)
 
     def _two_graphs(self, graph: GraphState) -> TwoGraphStep:
         """A step in two graphs; the second is made for each number of rows when it is first needed."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from faircopy.capture import CapturedDrafter, GraphState, Work
+from faircopy.capture import CapturedDrafter, GraphState, SharedNodes, Work
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.sampler import RowSampling
 from faircopy.kernels.gpu.tree import TreeNodes
@@ -72,6 +72,28 @@ class Steps:
             logits, states = self._forward(packed)
             chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
             suite.accept_tree(batch, inputs, trees, chosen, graph.out)
+            suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
+            suite.compact(batch, trees, graph.out, graph.page)
+            self._store(graph, states)
+
+        return torch.no_grad()(run)
+
+    def shared_trees(self, graph: GraphState, trees: TreeNodes, shared: SharedNodes) -> Work:
+        """One whole step with a tree per batch slot, of whose nodes the surest of all trees are verified."""
+        suite, inputs, batch, table = graph.suite, graph.inputs, graph.batch_slots, shared.table
+        rows, fill = graph.shared_rows(self._layout, shared), self._fill(graph)
+        sampling = graph.row_sampling(table.ids.shape[0])
+
+        def run() -> None:
+            suite.prepare(batch, inputs, graph.page, graph.scratch)
+            fill()
+            suite.place_nodes(batch, inputs, trees)
+            rows.place(graph, trees)
+            suite.describe(batch, inputs, sampling, places=table.rows, paths=trees.paths)
+            logits, states = self._forward(rows.packed)
+            temperatures, keys = table.temperatures[: shared.rows], table.keys[: shared.rows]
+            chosen = _choose(graph, logits, temperatures, keys, sampling.part(shared.rows))
+            suite.accept_tree(batch, inputs, trees, chosen, graph.out, table.starts)
             suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
             suite.compact(batch, trees, graph.out, graph.page)
             self._store(graph, states)

@@ -40,7 +40,7 @@ def _reranked(rules: TreeRules, max_nodes: int, device: torch.device) -> list[Te
             break
     rules.rerank(found, first, out)
     tables = [part[:, :first] for part in (found.tokens, found.parents, found.values)]
-    return [*seen, *tables, out.tokens, out.parents]
+    return [*seen, *tables, *_shared(rules, out)]
 
 
 def _spent(rules: TreeRules, max_nodes: int, device: torch.device) -> list[Tensor]:
@@ -51,13 +51,29 @@ def _spent(rules: TreeRules, max_nodes: int, device: torch.device) -> list[Tenso
         ids, scores = _offers(level, front.tokens.shape[1], device)
         front = rules.spend(ids, scores, front, budget, out, level == 0)
         seen += front
-    return [*seen, budget.used, out.tokens, out.parents]
+    return [*seen, budget.used, *_shared(rules, out)]
+
+
+def _shared(rules: TreeRules, out: Nodes) -> list[Tensor]:
+    """The nodes, and what is left of them where all trees share fewer; the first tree may have few, or none."""
+    assert out.values is not None
+    seen = [part.clone() for part in (out.tokens, out.parents, out.values)]
+    whole, device = out.tokens.shape[1], out.tokens.device
+    allowed = torch.full((SIZE, 4), whole, dtype=torch.int32, device=device)
+    for count in (SIZE * whole - 1, SIZE * whole // 2, 2):
+        for few in (whole, whole // 2, 0):
+            nodes = Nodes(seen[0].clone(), seen[1].clone(), seen[2].clone())
+            allowed[0, 2] = few
+            rules.share(nodes, count, allowed[:, 2])
+            assert nodes.values is not None
+            seen += [nodes.tokens, nodes.parents, nodes.values]
+    return seen
 
 
 def _nodes(max_nodes: int, device: torch.device) -> Nodes:
     """Parts of wider tables, as in a step."""
     tokens, parents = (torch.full((SIZE, max_nodes + 1), 99, dtype=torch.int32, device=device) for _ in range(2))
-    return Nodes(tokens[:, 1:], parents[:, 1:])
+    return Nodes(tokens[:, 1:], parents[:, 1:], torch.full((SIZE, max_nodes), 99.0, device=device))
 
 
 def _root(device: torch.device) -> Front:

@@ -72,6 +72,7 @@ def checks() -> Iterator[Check]:
     yield "packing: the same rows, and the same accepted", _packing
     yield "offer: the same tokens", tree_checks.offers
     yield "trees: the same state", tree_checks.trees
+    yield "trees: the same packed rows, and the same accepted", tree_checks.packed_trees
     yield "growth: the same trees", growth_checks.trees
     yield "growth: the same places", growth_checks.places
     yield "attention: captured trees have their chains' bits", lambda device: tree_checks.tree_bits(device, HALF)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, pages, pick, tree
+from faircopy.kernels.gpu import attention, packing, pages, pick, tree
 from faircopy.kernels.gpu.records import Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
@@ -58,6 +58,32 @@ def trees(device: torch.device) -> float:
         accept_tree(slots, inputs, trees, chosen.flatten(), out)
         compact(slots, trees, out, PAGE)
     return float(sum(not torch.equal(a, b) for a, b in zip(*map(_state, worlds), strict=True)))
+
+
+def packed_trees(device: torch.device) -> float:
+    """Rows of trees end to end, their plans, and which path is accepted, as the twins do."""
+    kernels = (tree.place_nodes, packing.pack, packing.pack_paths, tree.accept_tree)
+    twins = (tree.place_nodes_twin, packing.pack_twin, packing.pack_paths_twin, tree.accept_tree_twin)
+    states = []
+    for place_nodes, pack, pack_paths, accept_tree in (kernels, twins):
+        world = slots, inputs, trees, out, chosen = _world(device)
+        inputs.ids[2, 3:] = -1
+        rows = packing.PackedRows.empty(SLOTS, WIDTH, device)
+        tables, count = slots.control[:, Control.PAGES :], SLOTS * WIDTH - 9
+        plan = pages.packed_tree_plan(SLOTS, WIDTH, count, tables, PAGE, 32, 16, 64)
+        place_nodes(slots, inputs, trees)
+        pack(slots, inputs, rows, 159)
+        pack_paths(rows, trees, plan, 4)
+        said = torch.zeros(count, dtype=torch.int32, device=device)
+        real = rows.rows >= 0
+        said[rows.rows[real].long()] = chosen[real]
+        accept_tree(slots, inputs, trees, said, out, rows.starts)
+        tails = plan.tails
+        assert tails is not None and tails.bases is not None and tails.paths is not None
+        live = tails.rows[:, 0] >= 0
+        parts = [tails.seqs[live], tails.bases[live], tails.paths[live], tails.rows, tails.ranges, plan.rows]
+        states.append([*_state(world), *parts, plan.ranges, rows.starts, rows.rows])
+    return float(sum(not torch.equal(a, b) for a, b in zip(*states, strict=True)))
 
 
 _STEPS: Any = (
@@ -117,8 +143,9 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     bases = torch.tensor(lengths, dtype=torch.int32, device=device)
     pages.set_base(plan, bases, pages.block_length(dim, dtype.itemsize))
     where = [n - 1 + len(route) for n in lengths for route in routes]
-    out = _attend(q, pools, torch.tensor(where, dtype=torch.int32, device=device), plan, device)
-    wrong = 0
+    positions = torch.tensor(where, dtype=torch.int32, device=device)
+    out = _attend(q, pools, positions, plan, device)
+    wrong = _packed_otherwise(q, pools, positions, paths, tables, bases, out)
     for seq, n in enumerate(lengths):
         for row, route in enumerate(routes):
             straight = _straightened(pools, tables[seq], page, n, route)
@@ -127,6 +154,30 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
             place = seq * rows + row
             wrong += not torch.equal(_attend(q[place : place + 1], straight, at, one, device)[0], out[place])
     return float(wrong)
+
+
+def _packed_otherwise(
+    q: Tensor, pools: list[Tensor], positions: Tensor, paths: Tensor, tables: Tensor, bases: Tensor, wanted: Tensor
+) -> int:
+    """Rows that have other bits where those of all trees lie end to end; some trees have fewer than others."""
+    (size, width), device, page = paths.shape[:2], q.device, 32
+    group, dim = q.shape[1] // pools[0].shape[1], q.shape[2]
+    counts = [1 + n % width for n in range(size)]
+    rows, trees = packing.PackedRows.empty(size, width, device), TreeNodes.over(pools, size, width, width)
+    rows.rows.fill_(-1)
+    kept = [n * width + row for n, count in enumerate(counts) for row in range(count)]
+    for n, count in enumerate(counts):
+        first = sum(counts[:n])
+        rows.rows[n, :count] = torch.arange(first, first + count, device=device)
+        rows.starts[n + 1] = first + count
+    trees.base.copy_(bases)
+    trees.paths.copy_(paths)
+    total = len(kept) + 2  # padding rows
+    plan = pages.packed_tree_plan(size, width, total, tables, page, PAGES * page, group, dim, q.element_size())
+    packing.pack_paths(rows, trees, plan, pages.block_length(dim, q.element_size()))
+    places = torch.tensor([*kept, 0, 0], device=device)
+    found = _attend(q[places], pools, positions[places], plan, device)
+    return sum(not torch.equal(found[n], wanted[place]) for n, place in enumerate(kept))
 
 
 def _route(parents: list[int], row: int) -> list[int]:

@@ -80,9 +80,9 @@ def _expand(
 @launched
 @triton.jit(do_not_specialize=["apart", "token_stride", "parent_stride"])
 def _rerank(
-    found_tokens, found_parents, found_values, places, tokens, parents, apart, token_stride, parent_stride,
+    found_tokens, found_parents, found_values, places, tokens, parents, values, apart, token_stride, parent_stride,
     COUNT: tl.constexpr, NODES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
-    PDL: tl.constexpr,
+    VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
@@ -107,15 +107,18 @@ def _rerank(
     missing = (spare >= NODES) & (spare < WIDE)
     tl.store(tokens + b * token_stride + spare, tl.full((NP,), -1, tl.int32), mask=missing)
     tl.store(parents + b * parent_stride + spare, tl.zeros((NP,), tl.int32), mask=missing)
+    if VALUES:
+        tl.store(values + b * WIDE + rank, value, mask=chosen)
+        tl.store(values + b * WIDE + spare, tl.full((NP,), float("-inf"), tl.float32), mask=missing)
 
 
 @launched
 @triton.jit(do_not_specialize=["token_stride", "parent_stride"])
 def _spend(
-    ids, scores, front_nodes, front_values, used, node_tokens, node_parents, tokens, above, nodes, values,
+    ids, scores, front_nodes, front_values, used, node_tokens, node_parents, node_values, tokens, above, nodes, values,
     top_p, floor, token_stride, parent_stride,
     F: tl.constexpr, OFFERED: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, BEGIN: tl.constexpr,
-    FP: tl.constexpr, OP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
+    FP: tl.constexpr, OP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     begin(PDL)
@@ -141,6 +144,8 @@ def _spend(
     parent = tl.load(front_nodes + b * F + row, mask=kept, other=-1)
     tl.store(node_tokens + b * token_stride + node, token.to(tl.int32), mask=kept)
     tl.store(node_parents + b * parent_stride + node, (parent + 1).to(tl.int32), mask=kept)
+    if VALUES:
+        tl.store(node_values + b * WIDE + node, path, mask=kept)
     tl.store(tokens + to, token, mask=wanted)
     tl.store(above + to, row.to(tl.int64), mask=wanted)
     tl.store(nodes + to, tl.where(kept, node, WIDE).to(tl.int64), mask=wanted)
@@ -151,6 +156,54 @@ def _spend(
         missing = (spare >= count) & (spare < WIDE)
         tl.store(node_tokens + b * token_stride + spare, tl.full((NP,), -1, tl.int32), mask=missing)
         tl.store(node_parents + b * parent_stride + spare, tl.zeros((NP,), tl.int32), mask=missing)
+        if VALUES:
+            tl.store(node_values + b * WIDE + spare, tl.full((NP,), float("-inf"), tl.float32), mask=missing)
+
+
+@launched
+@triton.jit(do_not_specialize=["stride"])
+def _limit(values, allowed, stride, WIDE: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr):
+    """Program b: all but the likeliest `allowed` nodes of tree b count as missing."""
+    b = tl.program_id(0).to(tl.int64)
+    begin(PDL)
+    at = tl.arange(0, NP)
+    value = tl.load(values + b * WIDE + at, mask=at < WIDE, other=float("-inf"))
+    same = (value[None, :] == value[:, None]) & (at[None, :] < at[:, None])
+    before = tl.sum(((value[None, :] > value[:, None]) | same).to(tl.int32), 1)
+    excess = (at < WIDE) & (before >= tl.load(allowed + b * stride))
+    tl.store(values + b * WIDE + at, tl.full((NP,), float("-inf"), tl.float32), mask=excess)
+
+
+@launched
+@triton.jit(do_not_specialize=["size", "count", "token_stride", "parent_stride"])
+def _share(
+    tokens, parents, values, size, count, token_stride, parent_stride,
+    WIDE: tl.constexpr, NP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program b: how many nodes of all trees come before each of tree b's; those with few before them stay."""
+    b = tl.program_id(0).to(tl.int64)
+    begin(PDL)
+    at = tl.arange(0, NP)
+    mine = b.to(tl.int32) * WIDE + at
+    own = tl.load(values + mine, mask=at < WIDE, other=float("-inf"))
+    before = tl.zeros((NP,), tl.int32)
+    for first in range(0, size * WIDE, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        value = tl.load(values + other, mask=other < size * WIDE, other=float("-inf"))
+        same = (value[None, :] == own[:, None]) & (other[None, :] < mine[:, None])
+        before += tl.sum(((value[None, :] > own[:, None]) | same).to(tl.int32), 1)
+    kept = (at < WIDE) & (own > float("-inf")) & (before < count)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    token = tl.load(tokens + b * token_stride + at, mask=kept, other=-1)
+    parent = tl.load(parents + b * parent_stride + at, mask=kept, other=0)
+    above = tl.sum(tl.where(parent[:, None] - 1 == at[None, :], place[None, :] + 1, 0), 1)
+    total = tl.sum(kept.to(tl.int32), 0)
+    tl.debug_barrier()
+    tl.store(tokens + b * token_stride + place, token, mask=kept)
+    tl.store(parents + b * parent_stride + place, above, mask=kept)
+    missing = (at < WIDE) & (at >= total)
+    tl.store(tokens + b * token_stride + at, tl.full((NP,), -1, tl.int32), mask=missing)
+    tl.store(parents + b * parent_stride + at, tl.zeros((NP,), tl.int32), mask=missing)
 
 
 def expand(ids: Tensor, scores: Tensor, front: Front, found: Candidates, first: int, breadth: int) -> Front:
@@ -167,9 +220,10 @@ def rerank(found: Candidates, count: int, out: Nodes) -> None:
     size, width = out.tokens.shape
     places = torch.empty(size, count, dtype=torch.int32, device=out.tokens.device)
     _rerank[(size,)](
-        found.tokens, found.parents, found.values, places, out.tokens, out.parents,
+        found.tokens, found.parents, found.values, places, out.tokens, out.parents, out.values,
         found.tokens.stride(0), out.tokens.stride(0), out.parents.stride(0), COUNT=count, NODES=min(width, count),
-        WIDE=width, BLOCK=power(count), NP=power(width), num_warps=_warps(count), **options(out.tokens.device),
+        WIDE=width, BLOCK=power(count), NP=power(width), VALUES=out.values is not None, num_warps=_warps(count),
+        **options(out.tokens.device),
     )  # fmt: skip
 
 
@@ -178,12 +232,22 @@ def spend(ids: Tensor, scores: Tensor, front: Front, budget: Budget, out: Nodes,
     count = min(width, rows * offered)
     new = _front(ids, count)
     _spend[(size,)](
-        ids.contiguous(), scores.contiguous(), front.nodes, front.values, budget.used, out.tokens, out.parents, *new,
-        budget.top_p, budget.floor, out.tokens.stride(0), out.parents.stride(0), F=rows, OFFERED=offered, COUNT=count,
-        WIDE=width, BEGIN=begin, FP=power(rows), OP=power(offered), CP=power(count), NP=power(width),
-        num_warps=_warps(rows * offered), **options(ids.device),
+        ids.contiguous(), scores.contiguous(), front.nodes, front.values, budget.used, out.tokens, out.parents,
+        out.values, *new, budget.top_p, budget.floor, out.tokens.stride(0), out.parents.stride(0), F=rows,
+        OFFERED=offered, COUNT=count, WIDE=width, BEGIN=begin, FP=power(rows), OP=power(offered), CP=power(count),
+        NP=power(width), VALUES=out.values is not None, num_warps=_warps(rows * offered), **options(ids.device),
     )  # fmt: skip
     return new
+
+
+def share(nodes: Nodes, count: int, allowed: Tensor) -> None:
+    (size, width), more = nodes.tokens.shape, options(nodes.tokens.device)
+    sizes = {"WIDE": width, "NP": power(width), "num_warps": 4}
+    _limit[(size,)](nodes.values, allowed, allowed.stride(0), **sizes, **more)
+    _share[(size,)](
+        nodes.tokens, nodes.parents, nodes.values, size, count, nodes.tokens.stride(0), nodes.parents.stride(0),
+        BLOCK=256, **sizes, **more,
+    )  # fmt: skip
 
 
 def _front(ids: Tensor, count: int) -> Front:
@@ -348,4 +412,4 @@ def _warps(count: int) -> int:
     return 1 if count <= 256 else 4
 
 
-RULES = TreeRules(expand, rerank, spend)
+RULES = TreeRules(expand, rerank, spend, share)

@@ -15,10 +15,11 @@ from torch import Tensor
 from faircopy.acceptance import nodes_that_fit
 from faircopy.kernels.gpu.attention import END_
 from faircopy.kernels.gpu.launch import begin, launched, options, power
-from faircopy.kernels.gpu.pages import END, PagePlan, block_length
+from faircopy.kernels.gpu.pages import END, PATH, PagePlan, block_length
 from faircopy.kernels.gpu.records import LIMIT, MAX_NODES, Control
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.step import fitting_nodes
+from faircopy.kernels.gpu.tree import TreeNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +137,71 @@ def _count_twin(row: list[int], n: int, nodes: list[int]) -> int:
     return 1 + found if n < row[Control.LIMIT] else 0
 
 
-__all__ = ["PackedRows", "pack", "pack_twin"]
+@launched
+@triton.jit(do_not_specialize=["size", "count"])
+def _pack_paths(
+    starts, base, paths, rows, ranges, tail_rows, tail_ranges, seqs, bases, to_paths, size, count,
+    W: tl.constexpr, WP: tl.constexpr, TILES: tl.constexpr, HEIGHT: tl.constexpr, TP: tl.constexpr, PP: tl.constexpr,
+    STEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program b: the tiles of batch slot b and the tails of its rows; and of padding rows, which have none."""
+    b = tl.program_id(0)
+    begin(PDL)
+    start, total, n = tl.load(starts + b), tl.load(starts + size), tl.load(base + b)
+    mine, block = tl.load(starts + b + 1) - start, n // STEP
+    place = tl.arange(0, PP)
+    tl.store(rows + b * TILES * HEIGHT + place, tl.where(place < mine, start + place, -1), mask=place < TILES * HEIGHT)
+    tile = tl.arange(0, TP)
+    tl.store(ranges + (b * TILES + tile) * 2 + 1, block + tile * 0, mask=tile < TILES)
+    at = tl.arange(0, WP)
+    live = at < mine
+    to = tl.where(live, start + at, total + b * W - start + at - mine)  # padding rows are those behind the last one
+    inside = (at < W) & (to < count)
+    tl.store(tail_rows + to, tl.where(live, to, -1), mask=inside)
+    tl.store(tail_ranges + to * 2, tl.where(live, block, 0), mask=inside)
+    tl.store(tail_ranges + to * 2 + 1, tl.where(live, END_, 0), mask=inside)
+    tl.store(seqs + to, tl.where(live, b, 0), mask=inside)
+    tl.store(bases + to, n + at * 0, mask=inside)
+    node = tl.arange(0, LAST)[None, :]
+    real = (inside & live)[:, None] & (node < LAST)
+    path = tl.load(paths + (b * W + at)[:, None] * LAST + node, mask=real, other=0)
+    tl.store(to_paths + to[:, None] * LAST + node, path, mask=real)
+
+
+def pack_paths(packed_rows: PackedRows, trees: TreeNodes, plan: PagePlan, block: int) -> None:
+    """Fill a plan for packed rows of trees. block: keys that tiles share, see pages.set_base."""
+    tails = _tails(plan)
+    (size, width), (tiles, height), count = packed_rows.rows.shape, plan.rows.shape, tails.rows.shape[0]
+    tiles //= size
+    _pack_paths[(size,)](
+        packed_rows.starts, trees.base, trees.paths, plan.rows, plan.ranges, tails.rows, tails.ranges, tails.seqs,
+        tails.bases, tails.paths, size, count, W=width, WP=power(width, 2), TILES=tiles, HEIGHT=height,
+        TP=power(tiles), PP=power(tiles * height), STEP=block, LAST=PATH, num_warps=4,
+        **options(trees.base.device),
+    )  # fmt: skip
+
+
+def pack_paths_twin(packed_rows: PackedRows, trees: TreeNodes, plan: PagePlan, block: int) -> None:
+    tails, rows = _tails(plan), packed_rows.rows
+    assert tails.bases is not None and tails.paths is not None, "only a plan for trees has paths"
+    size, width = rows.shape
+    tiles = plan.rows.view(size, -1)
+    tiles[:, :width] = rows
+    tiles[:, width:] = -1
+    plan.ranges.view(size, -1, 2)[..., 1] = (trees.base // block)[:, None]
+    tails.rows.fill_(-1)
+    tails.ranges.zero_()
+    for b, row in enumerate(rows.tolist()):
+        for at, place in enumerate(row):
+            if place >= 0:
+                tails.rows[place], tails.seqs[place], tails.bases[place] = place, b, trees.base[b]
+                tails.ranges[place, 0], tails.ranges[place, 1] = int(trees.base[b]) // block, END
+                tails.paths[place] = trees.paths[b, at]
+
+
+def _tails(plan: PagePlan) -> PagePlan:
+    assert plan.tails is not None, "only a plan for trees has tails"
+    return plan.tails
+
+
+__all__ = ["PackedRows", "pack", "pack_paths", "pack_paths_twin", "pack_twin"]

@@ -137,6 +137,23 @@ def tree_plan(
     return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
 
 
+def packed_tree_plan(
+    size: int, width: int, rows: int, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
+) -> PagePlan:
+    """`rows` packed rows of trees of up to `width` rows each: a plan that can be captured; see packing.pack_paths."""
+    blocks, height = -(-context // block_length(dim, itemsize)), min(power(width), tile_height(group, dim * itemsize))
+    tiles = -(-width // height)
+
+    def table(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=tables.device)
+
+    tails = PagePlan(
+        table(rows, 1), table(rows, 2), table(rows), tables, page, blocks, table(rows), table(rows, PATH)
+    )  # fmt: skip
+    seqs = torch.arange(size, dtype=torch.int32, device=tables.device).repeat_interleave(tiles)
+    return PagePlan(table(size * tiles, height), table(size * tiles, 2), seqs, tables, page, blocks, tails=tails)
+
+
 def set_base(plan: PagePlan, base: Tensor, step: int) -> None:
     """Set the positions base [B] where nodes begin in a plan for trees; blocks of `step` keys before are shared."""
     assert plan.tails is not None and plan.tails.bases is not None, "only a plan for trees has a base"

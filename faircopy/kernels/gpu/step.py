@@ -234,7 +234,7 @@ def accept_twin(
     batch: BatchSlots, inputs: StepInputs, chosen: Tensor, out: Tensor, starts: Tensor | None = None
 ) -> None:
     width = inputs.ids.shape[1]
-    said = chosen.view(-1, width).tolist() if starts is None else _apart(chosen.tolist(), starts.tolist(), width)
+    said = choices_by_slot(chosen, starts, width)
     for b, row in enumerate(batch.control.tolist()):
         n, guesses = int(batch.lengths[b]), inputs.ids[b, 1:].tolist()
         fit = min(nodes_that_fit(row[Control.MAX_NODES], n, row[Control.LIMIT]), width - 1)
@@ -245,9 +245,13 @@ def accept_twin(
         out[b] = torch.tensor([len(tokens), fit, int(len(tokens) > len(nodes)), *said[b], *guesses])
 
 
-def _apart(chosen: list[int], starts: list[int], width: int) -> list[list[int]]:
-    """Packed choices by batch slot, with -1 where a batch slot had no row."""
-    rows = [chosen[first:stop] for first, stop in pairwise(starts)]
+def choices_by_slot(chosen: Tensor, starts: Tensor | None, width: int) -> list[list[int]]:
+    """Choices by batch slot; with -1 where one had no row, if they are packed."""
+    if starts is None:
+        rows: list[list[int]] = chosen.view(-1, width).tolist()
+        return rows
+    packed = chosen.tolist()
+    rows = [packed[first:stop] for first, stop in pairwise(starts.tolist())]
     return [row + [-1] * (width - len(row)) for row in rows]
 
 

@@ -14,6 +14,7 @@ from faircopy.kernels.gpu import attention, gates, growth, heads, logprobs, norm
 from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
+from faircopy.kernels.gpu.pages import PagePlan
 from faircopy.kernels.gpu.pending_norm import PendingNorm, few
 from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
@@ -73,6 +74,20 @@ class Accept(Protocol):
     ) -> None: ...
 
 
+class AcceptTree(Protocol):
+    """Judges trees, see tree.accept_tree."""
+
+    def __call__(
+        self,
+        batch: BatchSlots,
+        inputs: StepInputs,
+        trees: TreeNodes,
+        chosen: Tensor,
+        out: Tensor,
+        starts: Tensor | None = None,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Suite:
     """What a packed pass and a step are made of, products aside."""
@@ -88,9 +103,10 @@ class Suite:
     prepare: Callable[[BatchSlots, StepInputs, int, int], None]
     lookup: Callable[[BatchSlots, StepInputs, int, int], None]
     pack: Callable[[BatchSlots, StepInputs, PackedRows, int], None]
+    pack_paths: Callable[[PackedRows, TreeNodes, PagePlan, int], None]
     accept: Accept
     place_nodes: Callable[[BatchSlots, StepInputs, TreeNodes], None]
-    accept_tree: Callable[[BatchSlots, StepInputs, TreeNodes, Tensor, Tensor], None]
+    accept_tree: AcceptTree
     compact: Callable[[BatchSlots, TreeNodes, Tensor, int], None]
     describe: Describe
     count_tokens: Callable[[SamplingSlots, Tensor, int], None]
@@ -112,6 +128,7 @@ KERNELS = Suite(
     step.prepare,
     step.lookup,
     packing.pack,
+    packing.pack_paths,
     step.accept,
     tree.place_nodes,
     tree.accept_tree,
@@ -141,6 +158,7 @@ TWINS = Suite(
     step.prepare_twin,
     step.lookup_twin,
     packing.pack_twin,
+    packing.pack_paths_twin,
     step.accept_twin,
     tree.place_nodes_twin,
     tree.accept_tree_twin,

@@ -32,7 +32,7 @@ from faircopy.kernels.gpu.records import (
     seed_of,
 )
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
-from faircopy.kernels.gpu.step import fitting_nodes, key_twin, load_seed
+from faircopy.kernels.gpu.step import choices_by_slot, fitting_nodes, key_twin, load_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def _place_nodes(
 @launched
 @triton.jit
 def _accept_tree(
-    control, lengths, history, ids, parents, chosen, taken, out, stride, reach,
+    control, lengths, history, ids, parents, chosen, starts, taken, out, stride, reach,
     W: tl.constexpr, WP: tl.constexpr, DEEP: tl.constexpr, GUESSES: tl.constexpr, PARENTS: tl.constexpr,
-    ROUTE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    ROUTE: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program b judges the tree of batch slot b and writes its report row."""
     b = tl.program_id(0).to(tl.int64)
@@ -125,8 +125,12 @@ def _accept_tree(
     count = n * 0
     finite = n * 0 + 1
     alive = row == 0
+    first, rows = b * W, n * 0 + W
+    if PACKED:
+        first = tl.load(starts + b).to(tl.int64)
+        rows = tl.load(starts + b + 1) - first.to(tl.int32)
     for level in range(DEEP + 1):
-        token = tl.load(chosen + b * W + row)
+        token = tl.load(chosen + first + row, mask=row < rows, other=-1)
         tl.store(taken + b * W + level, row, mask=alive & (level < W))
         tl.store(path + level, row, mask=alive & (level < W))
         finite = tl.where(alive & (token < 0), 0, finite)
@@ -194,21 +198,29 @@ def place_nodes_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes) ->
             inputs.keys[b, j] = rng.signed(key_twin(seed, n + len(path)))
 
 
-def accept_tree(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
-    """Judge trees: append to histories and lengths, and write report rows to out [B, ReportColumns.total]."""
+def accept_tree(
+    batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor, starts: Tensor | None = None
+) -> None:
+    """Judge trees: append to histories and lengths, and write report rows to out [B, ReportColumns.total].
+
+    starts [B + 1]: the row where each batch slot's choices begin, if they are packed end to end.
+    """
     size, width = inputs.ids.shape
     columns = ReportColumns(width, tree=True)
     _accept_tree[(size,)](
-        batch.control, batch.lengths, batch.history, inputs.ids, trees.parents, chosen, trees.taken, out,
+        batch.control, batch.lengths, batch.history, inputs.ids, trees.parents, chosen, starts, trees.taken, out,
         batch.control.stride(0), batch.history.stride(0),
         W=width, WP=power(width, 2), DEEP=trees.deepest, GUESSES=columns.guesses, PARENTS=columns.parents,
-        ROUTE=columns.path, COLUMNS=columns.total, num_warps=1, **options(inputs.ids.device),
+        ROUTE=columns.path, COLUMNS=columns.total, PACKED=starts is not None, num_warps=1,
+        **options(inputs.ids.device),
     )  # fmt: skip
 
 
-def accept_tree_twin(batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor) -> None:
+def accept_tree_twin(
+    batch: BatchSlots, inputs: StepInputs, trees: TreeNodes, chosen: Tensor, out: Tensor, starts: Tensor | None = None
+) -> None:
     width = inputs.ids.shape[1]
-    columns, said = ReportColumns(width, tree=True), chosen.view(-1, width).tolist()
+    columns, said = ReportColumns(width, tree=True), choices_by_slot(chosen, starts, width)
     guesses, parents = inputs.ids[:, 1:].tolist(), (trees.parents[:, 1:] - 1).tolist()
     for b, control in enumerate(batch.control.tolist()):
         n = int(batch.lengths[b])
