@@ -546,8 +546,9 @@ class AutoLength(DraftLengths):
 
     def _why(self, batch: int, best: int, rates: dict[int, float]) -> str:
         if best:
-            gain = rates[best] / rates[0]
-            return f"{counted(best, 'draft token')}: {gain:.2f} times plain decoding at batch {batch}"
+            gain, shared = rates[best] / rates[0], self.room(best, batch) > best
+            tokens = counted(best, "draft token") + (" per sequence, shared by the batch" if shared else "")
+            return f"{tokens}: {gain:.2f} times plain decoding at batch {batch}"
         least = min((k for k in rates if k), default=0)
         dearer = 100.0 * (rates[0] / rates[least] - 1.0) if least else 0.0
         return f"drafting is off: at batch {batch} a drafted step costs {dearer:.0f} % more than it brings"

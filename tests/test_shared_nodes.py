@@ -156,11 +156,15 @@ def chooser_of(*drafted: tuple[int, float]) -> AutoLength:
 def test_what_shared_nodes_bring_is_learned_of_all_together() -> None:
     """A tree that got no nodes was unlikely to be right: alone it says nothing of trees of two."""
     chooser, seqs = chooser_of(), [Sequence(n, Request((1,)), [1]) for n in range(4)]
-    for _ in range(300):
+    for _ in range(3):
+        chooser.costs.observe(4, 0, 4, 1.0)
+    for _ in range(150):
         chooser.observe(finished(seqs, [4, 4, 0, 0], [3, 2, 0, 0], 12, 2), 1.0)
     assert chooser._trees.of(2) == pytest.approx(5 / 4, rel=0.05)
     assert chooser.acceptance.found.value == 1.0, "none was looked for in vain"
-    assert chooser.costs.tried(4, 2) == 300 and chooser.room(2, 4) == 4 and chooser.room(2, 2) == 2
+    said = chooser._why(4, 2, {0: 1.0, 2: 2.0})
+    assert said == "2 draft tokens per sequence, shared by the batch: 2.00 times plain decoding at batch 4"
+    assert chooser.costs.tried(4, 2) == 150 and chooser.room(2, 4) == 4 and chooser.room(2, 2) == 2
 
 
 def test_steps_with_few_nodes_are_drafted_ones() -> None:

@@ -127,10 +127,7 @@ class StoredStates(HiddenStateReader):
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""
         joined = torch.cat([states[layer] for layer in self.wants], -1).to(self.rows.dtype)
-        if graph.trees is None:
-            rows = joined.view(graph.size, graph.k + 1, -1)
-        else:
-            rows = joined[_first_rows(graph) + graph.trees.taken[:, : self.rows.shape[1]].long()]
+        rows = _accepted_rows(graph, joined, self.rows.shape[1])
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
 
@@ -141,11 +138,16 @@ class StoredStates(HiddenStateReader):
         return [self.read, self.rows]
 
 
-def _first_rows(graph: GraphState) -> Tensor:
-    """The row [B, 1] of every batch slot's last token; of one without rows any."""
-    if graph.shared is not None:
-        return graph.shared.table.starts[:-1, None].long().clamp(max=graph.shared.rows - 1)
-    return torch.arange(0, graph.size * (graph.k + 1), graph.k + 1, device=graph.out.device)[:, None]
+def _accepted_rows(graph: GraphState, states: Tensor, most: int) -> Tensor:
+    """Those of a step's rows [R, F] that became text, by batch slot [B, n, F]; of a chain all."""
+    if graph.shared is not None and graph.trees is not None:
+        starts, last = graph.shared.table.starts[:-1, None], graph.shared.rows - 1  # a slot without rows has any
+        return states[(starts + graph.trees.taken[:, :most]).clamp(max=last).long()]
+    rows = states.view(graph.size, graph.k + 1, -1)
+    if graph.trees is None:
+        return rows
+    taken = graph.trees.taken[:, :most].long()
+    return rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
 
 
 class _TreeGrowth:
