@@ -431,11 +431,12 @@ class AutoLength(DraftLengths):
         return self._saved + ALLOWANCE * self._elapsed + steps * self.costs.of(batch, 0)
 
     def _trial_is_due(self, seqs: list[Sequence]) -> bool:
-        """Whether it has been off for long; sooner if drafts were accepted: then few measured steps speak against it.
+        """Whether it has been off for long; in a small batch sooner, if drafts were accepted: then few measured steps
+        speak against it.
 
         A drafter that was off has little to read of newcomers; after as long a time again that does not matter.
         """
-        wait = self._wait if self._promises(seqs) else PROBE
+        wait = self._wait if len(seqs) <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
         return self._since_probe > (wait if newcomers else 2 * wait)
 
