@@ -186,6 +186,7 @@ def ways(which: str) -> list[Way]:
         ("clover", 4, {"max_batch": 64}, 4),
         ("clover", 12, {"max_batch": 16}, 8),
         ("clover", "auto", {"max_batch": 32}, 4),
+        ("clover", "auto", {"max_batch": 32, "share_nodes": True}, 4),
         ("ngram", "auto", {"max_batch": 64}, 4),
     ]
     return [squeeze, *some, auto] if which == "widened" else [squeeze, *more, *some, auto]

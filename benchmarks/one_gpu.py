@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[float, str]] = {
     "steps": (2.5, "-m benchmarks.eager_steps --out {out}"),
     "eagle3": (3.5, f"{WIDENED} --drafters head --head {HEADS['eagle3']} --fixed 2 4 12 --out {{out}} {{queue}}"),
     "scylla": (3.5, f"{WIDENED} --drafters head --head {HEADS['scylla']} --fixed 2 4 12 --out {{out}} {{queue}}"),
+    "shared": (2.0, f"{WIDENED} --drafters head --head {HEADS['eagle3']} --share --fixed --out {{out}} {{queue}}"),
     "model": (3.5, f"{WIDENED} --drafters model useless turns --fixed 2 4 --out {{out}} {{queue}}"),
     "quality": (3.0, "-m benchmarks.quality --pair widened --rounds 3 --out {out} {queue}"),
     "passes": (3.0, "-m benchmarks.gpu --parts steps long --shapes qwen3-8b qwen3-0.6b --out {folder}"),

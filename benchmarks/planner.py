@@ -299,12 +299,13 @@ def queue(args: argparse.Namespace, trial: Trial, batch: int) -> Queue:
     return trial.prompts(count), wanted
 
 
-def ways(args: argparse.Namespace) -> Iterator[tuple[str | None, int | str, dict[str, str]]]:
+def ways(args: argparse.Namespace) -> Iterator[tuple[str | None, int | str, dict[str, Any]]]:
     """Plain decoding first; then each drafter with every fixed k, and with auto."""
     yield None, 0, {}
     for drafter in args.drafters:
         yield from ((drafter, k, {}) for k in args.fixed)
-        yield from ((drafter, "auto", {"quality": quality}) for quality in args.qualities)
+        shared = {} if args.share is None else {"share_nodes": args.share}
+        yield from ((drafter, "auto", {"quality": quality, **shared}) for quality in args.qualities)
 
 
 def plot(found: list[dict[str, Any]], file: str) -> None:
@@ -355,6 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot")
     parser.add_argument("--costs", help="a cost table's file, or own")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--share", action=argparse.BooleanOptionalAction, help="whether batches share a head's nodes")
     parser.add_argument("--head", help="a trained head's folder; the bundled Clover head if left out")
     parser.add_argument("--chain", action="store_true", help="chains instead of the head's own trees")
     parser.add_argument("--most", type=int, help="draft tokens or nodes that auto chooses at most")

@@ -185,7 +185,7 @@ def build_engine(
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others)
-    room = _room(drafter, config) if draft_lengths is None else draft_lengths.room
+    room = _room(drafter, config, target.device) if draft_lengths is None else draft_lengths.room
     runner.wants = drafter.wants
     runner.passes = build_passes(runner, config, pool)
     steps = build_captured(runner, drafter, config, pool, room)
@@ -214,9 +214,10 @@ def _draft_lengths(
     return AutoLength(most, config.quality, cost_table(target, draft, config), room)
 
 
-def _room(drafter: Drafter, config: EngineConfig) -> Room:
+def _room(drafter: Drafter, config: EngineConfig, device: torch.device) -> Room:
     """How many of a batch's nodes one sequence may have: more than its share where they go to the surest ones."""
-    shares = config.auto and drafter.ranks_nodes and config.quality in ("explicit", "both")
+    wanted = device.type == "cpu" if config.share_nodes is None else config.share_nodes
+    shares = wanted and config.auto and drafter.ranks_nodes and config.quality in ("explicit", "both")
     return partial(shared_room, most=config.k) if shares else own_room
 
 

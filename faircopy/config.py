@@ -33,6 +33,9 @@ class EngineConfig:
     auto: bool = False  # each draft length is chosen by measured acceptance and cost
     law: bool = False  # draft lengths follow the batch size: rows that cost no time by the roofline
     quality: str = "both"  # what sets a sequence's own draft length if `auto`: explicit, implicit, both or off
+    share_nodes: bool | None = (
+        None  # `auto` and explicit or both: a batch's nodes go to its surest trees; None: on CPUs
+    )
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -87,7 +90,7 @@ class EngineConfig:
             "pool_sort",
             "drafter_per_request",
             "k_groups",
-            *(() if self.refill is None else ("refill",)),
+            *self._given("refill", "share_nodes"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "not true or false", "pass a bool")

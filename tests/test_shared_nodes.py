@@ -7,13 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faircopy import SamplingParams, bundled
+from faircopy import ConfigError, SamplingParams, bundled
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
@@ -151,6 +152,20 @@ def finished(
 def chooser_of(*drafted: tuple[int, float]) -> AutoLength:
     table = CostTable(Curve(((1, 1.0), (64, 1.1))), steps={(8, k): seconds for k, seconds in drafted})
     return AutoLength(8, table=table, room=partial(shared_room, most=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [({}, True), ({"share_nodes": False}, False), ({"quality": "implicit"}, False), ({"verifier": "rejection"}, False)],
+)
+def test_auto_shares_unless_it_is_told_not_to(options: dict[str, Any], shares: bool) -> None:
+    model = load(bundled.target())
+    head = load_head(bundled.named("clover"), model)
+    config = EngineConfig(cache_memory="64MiB", k=8, auto=True, **options)
+    engine = build_engine(model, draft=head, config=config)
+    assert (engine.draft_lengths.room(2, 8) > 2) == shares
+    with pytest.raises(ConfigError, match="share_nodes"):
+        EngineConfig(share_nodes="yes")  # type: ignore[arg-type]
 
 
 def test_what_shared_nodes_bring_is_learned_of_all_together() -> None:
