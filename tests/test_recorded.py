@@ -124,7 +124,7 @@ def test_eager_steps_draft_what_was_recorded(
 
 
 @pytest.mark.parametrize(("chain", "nodes"), [(True, 3), (False, 14)], ids=["chain", "tree"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["clover", "medusa", "eagle3"])  # the others draft as one of these does
 def test_captured_steps_draft_what_was_recorded(
     checkpoint: Callable[..., str], method: str, chain: bool, nodes: int
 ) -> None:
@@ -276,7 +276,8 @@ def test_the_planners_benchmark_refuses_sampled_texts_for_wide_heads() -> None:
         planner.main([*SMALL, "--pair", "widened", "--drafters", "head", "--temperature", "0.8"])
 
 
-def test_quality_is_measured_against_fixed_lengths(tmp_path: Path) -> None:
+def test_quality_is_measured_against_fixed_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "QUALITIES", ("both",))
     file = tmp_path / "quality.json"
     sizes = ["--batches", "1", "--rounds", "1", "--tokens", "8", "--queue", "1", "--fixed", "2"]
     quality.main(["--small", "--pair", "widened", *sizes, "--out", str(file)])
