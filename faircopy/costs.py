@@ -19,7 +19,7 @@ STALE_DRIFTED = 64  # and plain ones where the level has moved by DRIFT since
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
-DRIFT = 1.15
+DRIFT = 1.15  # up or down
 REFERENCE = 3  # plain steps that say what plain decoding takes
 
 

@@ -291,18 +291,18 @@ class AutoLength(DraftLengths):
     def _learn_drafts(self, step: FinishedStep, asked: bool) -> None:
         """asked: a sequence without a draft is one for which none was found."""
         draft, batch = step.draft, step.batch
-        shared = [i for i in range(len(batch)) if batch.shares(i)]
-        self._learn_shared(step, shared)
+        self._learn_shared(step)
         for i, (seq, decision) in enumerate(zip(batch.seqs, step.verdict.decisions, strict=True)):
-            if i in shared:
+            if batch.shares(i):
                 continue
             if asked and batch.max_nodes[i] and decision.tokens:
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))
 
-    def _learn_shared(self, step: FinishedStep, sharing: list[int]) -> None:
+    def _learn_shared(self, step: FinishedStep) -> None:
         """A tree that got few of the nodes that all share was not likely to be right: their mean says more."""
+        sharing = [i for i in range(len(step.batch)) if step.batch.shares(i)]
         nodes = sum(len(step.draft.tokens[i]) for i in sharing)
         for i in sharing if nodes else ():
             self._drafts, self._grows_trees = self._drafts + 1, True

@@ -150,9 +150,7 @@ class StaticTree(Tree):
 
 def share_nodes(trees: list[Tree], nodes: int) -> None:
     """Let the likeliest nodes of all trees stay, no more than `nodes`, and of each tree no more than its max_nodes."""
-    ranked = [
-        (-tree.values[node], n) for n, tree in enumerate(trees) for node in tree.ranking()[: tree.max_nodes]
-    ]  # fmt: skip
+    ranked = [(-tree.values[node], n) for n, tree in enumerate(trees) for node in tree.ranking()[: tree.max_nodes]]
     kept = Counter(n for _, n in sorted(ranked)[:nodes])
     for n, tree in enumerate(trees):
         tree.max_nodes = kept[n]
