@@ -22,6 +22,7 @@ from faircopy.kernels.gpu.pages import END
 INT = torch.int32
 BN, SPAN = 128, 4  # keys of a block, and blocks of a span
 TILES = 4  # that a block looks at together
+WHOLE = 6  # key blocks of a tile that one block takes
 Tile = tuple[int, int, int]  # tile, key head, part
 
 
@@ -81,12 +82,23 @@ class Launch:
             thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing, NVMMADistributedLayout=nothing,
         )  # fmt: skip
         space: dict[str, Any] = {
-            "gl": language, "_END": END, "_copy_block": self.copy_block, "_extend": self.extend, "_put": self.put,
+            "gl": language, "_END": END, "_WHOLE": WHOLE, "_copy_block": self.copy_block, "_extend": self.extend, "_put": self.put,
             "_empty": lambda *args: ((), (), ()), "_query": self.begin_tile, "_finish": self.finish,
             "_merge": lambda m, total, acc, m_new, total_new, new, layout: (m, total, (*acc, new) if new else acc),
             "_finish_spans": self.finish_spans,
         }  # fmt: skip
-        for name in ("_tile", "_counts", "_share", "_plus", "_begin", "_unit", "_rows", "_copy", "_multiply"):
+        for name in (
+            "_tile",
+            "_counts",
+            "_share",
+            "_plus",
+            "_unit_blocks",
+            "_begin",
+            "_unit",
+            "_rows",
+            "_copy",
+            "_multiply",
+        ):
             space[name] = FunctionType(getattr(flash, name).fn.__code__, space)
         return space
 

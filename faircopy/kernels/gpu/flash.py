@@ -43,6 +43,8 @@ SLOTS = 4  # blocks of keys or values in shared memory
 CHUNK = 16  # queries whose spans are merged at a time
 TOGETHER = 4  # spans that are read at once to be merged
 TILES = 128  # whose rows a block looks at together when it finds its share
+WHOLE = 5  # key blocks of a tile up to which one block takes all of them: merging its spans would take longer
+_WHOLE = gl.constexpr(WHOLE)
 _END = gl.constexpr(END)
 _NONE = gl.constexpr(float("-inf"))
 
@@ -142,18 +144,26 @@ def _plus(a, b):
 
 
 @gluon.jit
+def _unit_blocks(first, stop, BLOCKS: gl.constexpr):
+    """Key blocks that are not shared: those of a span, or of a short tile."""
+    return gl.where(stop - first <= _WHOLE, _END, BLOCKS)
+
+
+@gluon.jit
 def _begin(offset, first, stop, BLOCKS: gl.constexpr):
     """The key block `offset` blocks into a tile, moved up to where a span begins or the tile ends."""
-    whole = (first + offset + BLOCKS - 1) // BLOCKS * BLOCKS
+    blocks = _unit_blocks(first, stop, BLOCKS)
+    whole = (first + offset + blocks - 1) // blocks * blocks
     return gl.where(offset == 0, first, gl.minimum(whole, stop))
 
 
 @gluon.jit
 def _unit(block, first, stop, at, end, BLOCKS: gl.constexpr, PARTS: gl.constexpr):
     """The block after the unit that begins here: a span, or the whole tile if all its spans begin in this stretch."""
-    upto = gl.minimum(stop, (block // BLOCKS + 1) * BLOCKS)
     if PARTS:
-        final = gl.maximum((stop - 1) // BLOCKS * BLOCKS, first)
+        blocks = _unit_blocks(first, stop, BLOCKS)
+        upto = gl.minimum(stop, (block // blocks + 1) * blocks)
+        final = gl.maximum((stop - 1) // blocks * blocks, first)
         return gl.where((block == first) & (at + final - first < end), stop, upto)
     else:  # noqa: RET505
         return stop

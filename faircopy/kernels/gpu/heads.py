@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from faircopy.kernels.gpu.launch import begin, launched, options, power
+from faircopy.kernels.gpu.launch import call_next, launched, options, power, wait
 from faircopy.kernels.gpu.linear import add_parts_twin, added
 from faircopy.kernels.rope import rotate
 
@@ -39,6 +39,7 @@ def _place(
     """Block (row, HB heads): query heads first, then key heads, then value heads."""
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     kind = q.dtype.element_ty
+    call_next(PDL)  # attention finds its share of the keys meanwhile
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HB + tl.arange(0, HB)
     dims = tl.arange(0, DP)
@@ -67,7 +68,7 @@ def _place(
         sin = tl.load(table + position * 2 * HALF + HALF + angle).to(tl.float32)[None, :]
         if NORMED:
             other_weight = tl.load(norm + heads[:, None] * D + partner[None, :], mask=turning, other=1.0)
-    begin(PDL)
+    wait(PDL)
     x = _read(parts, row, rows, heads, dims, inside, WIDTH, D, PARTS, kind)
     scale = tl.full((HB,), 1.0, tl.float32)
     if NORMED:

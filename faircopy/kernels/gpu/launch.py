@@ -32,8 +32,25 @@ def begin(PDL: tl.constexpr):
 
     In this order: blocks that wait hold on to their share of a processor, so no more than one kernel may wait.
     """
+    wait(PDL)
+    call_next(PDL)
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for everything the kernel before has written."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def call_next(PDL: tl.constexpr):
+    """Let the next kernel's blocks come up, as far as processors have room for them.
+
+    Called before `wait` by small kernels between two large ones: the one behind begins to load weights or keys, which
+    nobody writes, while the one ahead still ends.
+    """
+    if PDL:
         gdc_launch_dependents()
 
 

@@ -56,10 +56,15 @@ def added_parts(parts, where, size, inside, PARTS: gl.constexpr):
 def _stream_and_norm(
     x, parts, after, weight, first, rows, multiplier, eps,
     R: gl.constexpr, N: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, AFTER: gl.constexpr,
-    PDL: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """R rows of the residual stream from `first` on with the parts added, the same normalised, and where they are."""
+    """R rows of the residual stream from `first` on with the parts added, the same normalised, and where they are.
+
+    EARLY: the next kernel's blocks may come up before this one has waited, see launch.call_next.
+    """
     kind: gl.constexpr = x.dtype.element_ty
+    if PDL and EARLY:
+        gdc_launch_dependents()
     row = first + gl.arange(0, R, gl.SliceLayout(1, _ROWS))
     at = gl.arange(0, BLOCK, gl.SliceLayout(0, _ROWS))
     inside = (row < rows)[:, None] & (at < N)[None, :]
@@ -70,7 +75,8 @@ def _stream_and_norm(
         between = gl.load(after + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     total = added_parts(parts, where, rows.to(gl.int64) * N, inside, PARTS).to(kind).to(gl.float32)
     if AFTER:
         total = (total * _scaled(total, eps, N) * between).to(kind).to(gl.float32)
@@ -98,7 +104,7 @@ def _add_norm(
 ):  # fmt: skip
     """A row per block."""
     value, normed, row, where, inside = _stream_and_norm(
-        x, parts, after, weight, gl.program_id(0), rows, multiplier, eps, 1, N, BLOCK, PARTS, AFTER, PDL
+        x, parts, after, weight, gl.program_id(0), rows, multiplier, eps, 1, N, BLOCK, PARTS, AFTER, True, PDL
     )
     _keep(value, x, healthy, row, rows, where, inside, WATCH)
     gl.store(y + where, normed, mask=inside)
@@ -126,7 +132,7 @@ def _multiply(
 ):  # fmt: skip
     """Four warps: all rows, normalised into shared memory, then one tile of weights after the other."""
     value, normed, row, where, inside = _stream_and_norm(
-        x, parts, after, weight, 0, rows, multiplier, eps, R, N, BLOCK, PARTS, AFTER, PDL
+        x, parts, after, weight, 0, rows, multiplier, eps, R, N, BLOCK, PARTS, AFTER, False, PDL
     )
     if gl.program_id(0) == 0:
         _keep(value, kept, healthy, row, rows, where, inside, WATCH)
