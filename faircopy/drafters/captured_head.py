@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, Work
-from faircopy.drafters.batched_trees import BatchedTrees, batch_trees
+from faircopy.drafters.batched_trees import batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import SequenceStates
 from faircopy.drafters.trees import shared_depth
@@ -39,6 +39,7 @@ class CapturedHead(CapturedDrafter):
         self._states = self.reads_hidden_states = StoredStates(head, layout, known, num_slots)
         self._chains = batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
         self.max_nodes = head.levels if self._chains else MAX_TREE_NODES
+        self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
 
     def tree_depth(self, k: int, room: int | None = None) -> int:
         return 0 if self._chains else min(self._head.levels, k if room in (None, k) else shared_depth(k))
@@ -76,16 +77,20 @@ class CapturedHead(CapturedDrafter):
         unread = UnreadRows.over(self._states.read[: graph.size], count)
         parts = (part.view(-1) for part in (unread.ids, unread.positions, unread.slots))
         packed = graph.pack_rows(self._layout, count, *parts)
-        trees = batch_trees(head.tree(graph.k), graph.size, unread.ids.device, graph.suite.trees, _nodes(graph))
-        growth = (_ChainGrowth if trees.is_chain else _TreeGrowth)(head, self._layout, self._rows_of, graph)
+        growth = self._growth(graph)
 
         def grow() -> None:
             graph.suite.place_unread(graph.batch_slots, unread, graph.page, graph.scratch)
             states = self._states.rows[: graph.size].flatten(0, 1)
             memory = head.read(states[None], packed.ids[None], self._rows_of(packed))[0]
-            growth.run(trees, memory.index_select(0, unread.last)[:, None])
+            growth.run(memory.index_select(0, unread.last))
 
         return grow
+
+    def _growth(self, graph: GraphState) -> _ChainGrowth | _TreeGrowth:
+        if self._chains:
+            return _ChainGrowth(self._head, self._layout, self._rows_of, graph, self._vocabulary)
+        return _TreeGrowth(self._head, self._layout, self._rows_of, graph)
 
 
 def _nodes(graph: GraphState) -> Nodes:
@@ -150,25 +155,80 @@ def _accepted_rows(graph: GraphState, states: Tensor, most: int) -> Tensor:
     return rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
 
 
+class _Vocabulary:
+    """Room for the logits of all tokens, of a head that guesses some of them: the others stay at minus infinity."""
+
+    def __init__(self, head: Head, num_slots: int) -> None:
+        self._head, shape = head, (num_slots, head.vocab)
+        few = head.words is not None and num_slots
+        self._all = torch.full(shape, -torch.inf, dtype=head.dtype, device=head.device) if few else None
+
+    def over(self, logits: Tensor) -> Tensor:
+        """Logits [B, words] among those of all tokens [B, vocab]; used up before the next call."""
+        words = self._head.words
+        if self._all is None or words is None or logits.shape[-1] == self._head.vocab:
+            return logits.contiguous()
+        return self._all[: logits.shape[0]].index_copy_(1, words, logits.to(self._all.dtype))
+
+
+class _ChainGrowth:
+    """The levels of one step's chains: a node's KV slot is that of its place in the chain."""
+
+    def __init__(
+        self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState, vocabulary: _Vocabulary
+    ) -> None:
+        self._head, self._rows_of, self._graph, self._vocabulary = head, rows_of, graph, vocabulary
+        self._sampling = graph.row_sampling(graph.size)
+        self._levels = min(head.levels, graph.k)
+        self._deeper = [graph.node_rows(layout, node) for node in range(graph.k)] if head.deep else []
+
+    def run(self, memory: Tensor) -> None:
+        """From what the head remembers of the last token [B, M] to the nodes in the graph's inputs."""
+        head, ids = self._head, self._graph.inputs.ids
+        ids[:, 1 + self._levels :] = BROKEN
+        if head.independent:
+            for level, logits in enumerate(head.all_levels(memory[None], self._levels)):
+                self._choose(level, logits[0])
+            return
+        for level in range(self._levels):
+            tokens = ids[:, level].clamp(min=0)  # behind a row that chose none
+            rows = self._rows_of(self._deeper[level - 1]) if level and head.deep else None
+            guess = head.step(level, memory[None], tokens[None], rows)
+            self._choose(level, guess.logits[0])
+            memory = guess.memory[0]
+
+    def _choose(self, level: int, logits: Tensor) -> None:
+        """The token that the request's parameters and noise choose, as the target does and a draft model."""
+        graph, inputs = self._graph, self._graph.inputs
+        graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
+        graph.suite.pick(
+            self._vocabulary.over(logits), inputs.temperatures[:, level], inputs.keys[:, level],
+            vocab=self._head.vocab, out=inputs.ids[:, level + 1], sampling=self._sampling,
+        )  # fmt: skip
+
+
 class _TreeGrowth:
     """The levels of one step's trees; each row of the front has a KV slot of its own behind the text."""
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
         self._head, self._layout, self._rows_of, self._graph = head, layout, rows_of, graph
         self._planned: dict[int, LevelRows] = {}  # by level, made in the trial run
+        self._trees = batch_trees(
+            head.tree(graph.k), graph.size, graph.inputs.ids.device, graph.suite.trees, _nodes(graph)
+        )
 
-    def run(self, trees: BatchedTrees, memory: Tensor) -> None:
-        """From what the head remembers of the last token [B, 1, M] to the nodes and parents in the graph's inputs."""
-        graph = self._graph
+    def run(self, memory: Tensor) -> None:
+        """From what the head remembers of the last token [B, M] to the nodes and parents in the graph's inputs."""
+        graph, trees, memory = self._graph, self._trees, memory[:, None]
         tokens, rows, expanded = graph.inputs.ids[:, :1], None, 0
         trees.reset()
         last = min(self._head.levels, graph.k if graph.trees is None else graph.trees.deepest) - 1
         if self._head.independent:
-            self._run_independent(trees, self._head.all_levels(memory.flatten(0, 1)[None], last + 1))
+            self._run_independent(self._head.all_levels(memory.flatten(0, 1)[None], last + 1))
             return
         for level in range(last + 1):
             guess = self._head.step(level, memory.flatten(0, 1)[None], tokens.flatten()[None], rows)
-            ids, scores = self._offers(trees, level, guess.logits[0])
+            ids, scores = self._offers(level, guess.logits[0])
             front = trees.grow(ids, scores)
             if front is None or level == last:
                 break
@@ -177,11 +237,11 @@ class _TreeGrowth:
             expanded += tokens.shape[1]
         trees.finish()
 
-    def _run_independent(self, trees: BatchedTrees, logits: list[Tensor]) -> None:
+    def _run_independent(self, logits: list[Tensor]) -> None:
         """All nodes of a level have the same offers: they are made once per batch slot."""
-        width = 1
+        trees, width = self._trees, 1
         for level, mine in enumerate(logits):
-            ids, scores = (part.expand(-1, width, -1) for part in self._offers(trees, level, mine[0]))
+            ids, scores = (part.expand(-1, width, -1) for part in self._offers(level, mine[0]))
             front = trees.grow(ids, scores)
             if front is None:
                 break
@@ -195,9 +255,9 @@ class _TreeGrowth:
             return seen
         return seen.gather(1, front.above[..., None].expand(-1, -1, seen.shape[-1]))
 
-    def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _offers(self, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens of each row, or for a sampled request the one that its noise picks."""
-        inputs, size, count = self._graph.inputs, self._graph.size, trees.num_offered
+        inputs, size, count = self._graph.inputs, self._graph.size, self._trees.num_offered
         temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
         words = self._head.words if logits.shape[-1] < self._head.vocab else None
         ids, scores = self._graph.suite.offer(
@@ -211,25 +271,3 @@ class _TreeGrowth:
             self._planned[level] = self._graph.level_rows(self._layout, front.tokens.shape[1])
         packed = self._planned[level].placed(front, self._planned.get(level - 1), level, expanded)
         return self._rows_of(packed)
-
-
-class _ChainGrowth(_TreeGrowth):
-    """Chains: a node's KV slot is that of its place in the chain."""
-
-    def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
-        super().__init__(head, layout, rows_of, graph)
-        self._sampling = graph.row_sampling(graph.size)
-        self._deeper = [graph.node_rows(layout, node) for node in range(graph.k)] if head.deep else []
-
-    def _offers(self, trees: BatchedTrees, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The token that the request's parameters and noise choose, as the target does and a draft model."""
-        graph, inputs, out = self._graph, self._graph.inputs, self._graph.inputs.ids[:, level + 1]
-        temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
-        graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
-        logits = self._head.over_vocabulary(logits).contiguous()  # parameters are told by token
-        graph.suite.pick(logits, temperatures, keys, vocab=self._head.vocab, out=out, sampling=self._sampling)
-        ids = out.long()[:, None, None]
-        return ids.clamp(min=0), torch.where(ids == BROKEN, -torch.inf, 0.0)
-
-    def _rows(self, level: int, front: Front, expanded: int) -> Rows:
-        return self._rows_of(self._deeper[level - 1])

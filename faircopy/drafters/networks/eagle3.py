@@ -74,7 +74,8 @@ class Eagle3(Head):
             self.norm, self.output = Norm(shape.hidden, shape.eps), nn.Linear(shape.hidden, count, bias=False)
             self.register_buffer("words_kept", torch.arange(count))
         self._served: ServedLayer | None = None
-        self._outputs: Callable[[Tensor], Tensor] | None = None  # the output layer on kernels
+        self._outputs: Callable[[Tensor], Tensor] | None = None  # the output layer on kernels,
+        self._fuses: Callable[[Tensor], Tensor] | None = None  # and what fuses states
 
     def read(self, states: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         return self._run(self._fused(states), tokens, rows)[0]
@@ -94,6 +95,7 @@ class Eagle3(Head):
         self._served = ServedLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm.weight, exact=exact)
         if self.own:
             self._outputs = Linear(self.output.weight.detach(), exact=exact)
+            self._fuses = Linear(self.fuse.weight.detach(), exact=exact)
 
     def tree(self, max_nodes: int) -> Tree:
         return RerankedTree(max_nodes, DEPTH)
@@ -110,9 +112,11 @@ class Eagle3(Head):
             copy_matching(self.output, {"weight": self.token_weights.rows[self.words_kept]})
 
     def _fused(self, states: Tensor) -> Tensor:
-        if self.own:
+        if not self.own:
+            return noisy(states, self.training)
+        if self._fuses is None:
             return self.fuse(states)  # type: ignore[no-any-return]
-        return noisy(states, self.training)
+        return self._fuses(states.flatten(0, -2)).view(*states.shape[:-1], -1)
 
     def _run(self, state: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """The new states; where kernels ran, also normalised."""
