@@ -147,7 +147,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--step-tokens", type=int, default=48)
     parser.add_argument("--small", action="store_true")
-    parser.set_defaults(pair="widened", questions=None, costs=None, same=False, temperature=0.0, most=None)
+    parser.set_defaults(
+        pair="widened", questions=None, own_text=False, costs=None, same=False, temperature=0.0, most=None
+    )
     args = parser.parse_args(arguments)
     if any("=" not in head for head in args.head):
         parser.error("--head takes NAME=FOLDER")

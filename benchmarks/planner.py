@@ -3,13 +3,15 @@
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
-    [--questions FILE --task NAME] [--paired] [--head FOLDER] [--chain] [--most N] [--draft-vocab 32000]
+    [--questions FILE --task NAME] [--own-text] [--paired] [--head FOLDER] [--chain] [--most N] [--draft-vocab 32000]
 
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
 all have `--tokens`. On a GPU clocks are the wall's, elsewhere the process's own. Texts of all ways are compared.
 --paired: every way is compared with plain decoding of the same queue in a second engine, a step of the one after a step
 of the other; for machines whose speed changes.
+--own-text: prompts are beginnings of texts that the bundled target samples itself, as those that docs/heads.md measures
+heads on, instead of the bundled prompts.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
 each text on. "head" is the bundled Clover head, or another one of the target (--head), with its own trees, or chains
 (--chain); numbers of draft tokens are then numbers of nodes. --most: what auto may choose, if not what `LLM(k="auto")`
@@ -52,8 +54,11 @@ from faircopy.model.base import Model
 from faircopy.model.loader import load_tokenizer
 from faircopy.requests import RequestReader
 from faircopy.strategy import STRATEGIES
+from faircopy.train.llama import load_llama
+from faircopy.train.sampler import rows_of, sample
 from faircopy.types import Batch, Draft, FinishedStep, Sequence
 
+OWN_SEED = 1_000_003
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # batch slots of captured steps
 
 Outputs = list[list[int]]
@@ -121,6 +126,15 @@ def read_costs(name: str, llm: LLM, pair: str) -> CostTable:
     return table
 
 
+def own_prompts(count: int, device: str) -> list[list[int]]:
+    """Beginnings, of 8 to 39 tokens, of texts that the bundled target samples."""
+    network = load_llama(bundled.target(), torch.float32, device)
+    config = json.loads((Path(bundled.target()) / "config.json").read_text())
+    begin, end = config["bos_token_id"], config["eos_token_id"]
+    texts = rows_of(sample(network, [[begin]] * count, 48, (end,), 1.0, 0.01, OWN_SEED))
+    return [text[: 8 + n % 32] for n, text in enumerate(texts)]
+
+
 class Trial:
     """One pair of models, its prompts, and the clock."""
 
@@ -136,6 +150,8 @@ class Trial:
         return self._session.late
 
     def prompts(self, count: int) -> list[list[int]]:
+        if self._args.own_text:
+            return own_prompts(count, self._session.device)
         if self._args.questions is None:
             return self._session.prompts(count)
         asked = self._questions()
@@ -350,6 +366,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--same", action="store_true")
     parser.add_argument("--paired", action="store_true")
     parser.add_argument("--questions", help="a file such as Spec-Bench's question.jsonl, for a FOLDER as pair")
+    parser.add_argument("--own-text", action="store_true", help="prompts that the bundled target began")
     parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=60.0)

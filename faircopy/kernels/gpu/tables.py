@@ -106,9 +106,8 @@ def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gat
     """The tile of which the rule expects the least time."""
     stored = outputs // 2 if gated else outputs
 
-    def microseconds(expected: Expected) -> float:
-        rounds, steps = work(expected.tile, rows, outputs, inner, groups)
-        return rounds * (expected.round + expected.step * steps)
+    def taken(expected: Expected) -> float:
+        return microseconds(expected, rows, outputs, inner, groups)
 
     def pipelines(tile: Tile) -> bool:
         return tile.pipelined and rows >= TIMED_PIPELINED and can_pipeline(tile, stored, inner, groups)
@@ -116,9 +115,15 @@ def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gat
     fitting = [e for e in rule if e.grouped == (groups > 1)]
     piped = [e for e in fitting if pipelines(e.tile)]
     if groups > 1 and piped:  # sums in registers: 16 to 25 % faster than all others that were timed
-        return min(piped, key=microseconds).tile
+        return min(piped, key=taken).tile
     others = [e for e in fitting if not e.tile.pipelined and (rows <= 512 or not e.tile.apart)]
-    return min(others + piped, key=microseconds).tile
+    return min(others + piped, key=taken).tile
+
+
+def microseconds(expected: Expected, rows: int, outputs: int, inner: int, groups: int) -> float:
+    """What a product is expected to take with this tile."""
+    rounds, steps = work(expected.tile, rows, outputs, inner, groups)
+    return rounds * (expected.round + expected.step * steps)
 
 
 def can_pipeline(tile: Tile, outputs: int, inner: int, groups: int) -> bool:
