@@ -224,7 +224,9 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def small_tokens_per_step(nodes: int, chain: bool) -> float:
     """Of the bundled target and its head themselves, with the queue of batch 2."""
-    args = argparse.Namespace(small=True, queue=2, tokens=12, same=False, temperature=0.0, questions=None, own_text=False)
+    args = argparse.Namespace(
+        small=True, queue=2, tokens=12, same=False, temperature=0.0, questions=None, own_text=False
+    )
     target = load_target(bundled.target(), EngineConfig(dtype="float32"))
     head = small_head(bundled.named("clover"), target, chain)
     llm = LLM(target, head, k=nodes, dtype="float32", max_batch=2, prefix_reuse=False, cache_memory="64MiB")
