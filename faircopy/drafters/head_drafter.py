@@ -26,9 +26,8 @@ from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
 
-# sequences, rows of each: every height of a tile, keys in one block and in several, few tiles and many
-REHEARSED = (*((1, 1 << n) for n in range(10)), *((64, 1 << n) for n in range(6)))
-MOST_GUESSED = 256  # rows whose guesses are rehearsed: their logits take memory
+PART = 32  # rows of a sequence at most while reading is rehearsed
+MOST_GUESSED = 1024  # rows whose guesses are rehearsed: their logits take memory
 MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait; of an idle one no more are kept
 
 
@@ -129,15 +128,24 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def rehearse(self) -> None:
+        """Read every number of rows that products have a tile of their own for, and keys of one span and of two."""
+        from faircopy.kernels.gpu.pages import SPAN
+        from faircopy.kernels.gpu.tables import TILE_ROWS
+
+        if self._head.layers:
+            for rows in TILE_ROWS:
+                self._rehearse(-(-rows // PART), min(rows, PART), min(rows, PART))
+            self._rehearse(1, 1, SPAN + 1)
+
+    def _rehearse(self, batch: int, rows: int, context: int) -> None:
+        """Read the last rows of texts of this length, and guess."""
         head = self._head
         kept = CachedRows(head.layers, head.dtype, head.device, head.vocab)
-        for batch, rows in REHEARSED if head.layers else ():
-            if rows < head.context:
-                layout, packed = scene(kept, batch, rows, rows, prompt=True)
-                states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
-                memory = head.read(states, packed.ids[None], self._rows(packed, layout))
-                if packed.size <= MOST_GUESSED:
-                    head.step(0, memory, packed.ids[None].long())
+        layout, packed = scene(kept, batch, rows, context, prompt=True)
+        states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
+        memory = head.read(states, packed.ids[None], self._rows(packed, layout))
+        if packed.size <= MOST_GUESSED:
+            head.step(0, memory, packed.ids[None].long())
 
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         from faircopy.drafters.captured_head import CapturedHead
@@ -161,7 +169,8 @@ class HeadDrafter(Drafter):
     def _read(self, part: Batch) -> Tensor:
         """What the head remembers of each sequence's last row."""
         states = self._states(part)
-        packed = self._layout.pack(part, Draft.empty(len(part)))
+        # whatever their number and lengths, rows lie in tiles of one height: another one is a kernel to compile
+        packed = self._layout.pack(part, Draft.empty(len(part)), like_graphs=True)
         memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
         self.rows_read += packed.size
         self._layout.advance(part)

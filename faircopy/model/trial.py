@@ -66,7 +66,8 @@ def scene(
 ) -> tuple[PagedLayout, Packed]:
     """A layout filled with noise and a pass of `rows` rows for each sequence at this context.
 
-    prompt: the rows are the last of the context, all fed at once; else its last token and nodes behind it.
+    prompt: the rows are the last of the context, all fed at once, in tiles like those of graphs; else its last token
+    and nodes behind it.
     """
     tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)
@@ -78,7 +79,7 @@ def scene(
         layout.set_cached(seq, context - (rows if prompt else 1))
     nodes = [[] if prompt else [n % model.vocab for n in range(1, rows)] for _ in seqs]
     lengths = [len(chain) for chain in nodes]
-    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
+    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes), like_graphs=prompt)
 
 
 def _sequence(n: int, length: int, tables: BlockTables, tokens: int, vocab: int) -> Text:

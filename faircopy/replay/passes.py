@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.pages import GRAPH_ROWS, PagePlan, TileList, block_length, chain_height
+from faircopy.kernels.gpu.tables import TILE_ROWS
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
@@ -37,9 +38,10 @@ ROWS = (
     768,
     GRAPH_ROWS,
 )  # larger passes take the device longer than the host
-LARGER = (2048, 4096)  # rows of passes that are launched kernel by kernel, of each kind
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
+LARGER = tuple(rows for rows in TILE_ROWS if rows > WANTED)  # of passes that are launched kernel by kernel, or logits
+MOST_WANTED = 1024  # rows whose logits are rehearsed at most: they take memory
 
 
 class CapturedPasses:
@@ -72,9 +74,11 @@ class CapturedPasses:
             self.times[rows] = self._graph(rows).measure()
 
     def rehearse(self) -> None:
-        """Make every launch once; for kernels that are compiled ahead."""
-        for rows in (*self._sizes(), *LARGER):
-            _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
+        """Make every launch once, those of passes without a graph too; for kernels that are compiled ahead."""
+        for rows in self._sizes():
+            self._make(rows)
+        for rows in LARGER:
+            self._make(rows, wanted=min(rows, MOST_WANTED))
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
@@ -96,8 +100,12 @@ class CapturedPasses:
 
     def _graph(self, rows: int) -> _PassGraph:
         if rows not in self._graphs:
-            self._graphs[rows] = _PassGraph(self._model, self._layout, self._tables, rows, self._wants, self._pool)
+            self._graphs[rows] = self._make(rows, self._pool)
         return self._graphs[rows]
+
+    def _make(self, rows: int, pool: Any = None, wanted: int = WANTED) -> _PassGraph:
+        """Without a pool nothing is captured."""
+        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, wanted)
 
 
 class _Tables:
@@ -161,9 +169,12 @@ class _PassGraph:
     """A pass over a fixed number of rows."""
 
     def __init__(
-        self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any
-    ) -> None:
+        self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any,
+        wanted: int,
+    ) -> None:  # fmt: skip
+        """wanted: rows whose logits are computed at most; of no more rows than that all are."""
         self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
+        self._most_wanted = wanted
         dim = max(shape.head_dim for shape in layout.layers)
         self._heights = {
             shape.group: chain_height(shape.group, dim, layout.itemsize, tables.page, model.device)
@@ -191,7 +202,7 @@ class _PassGraph:
 
     def _wanted_logits(self, listed: RowList) -> Tensor:
         count = len(listed.wanted)
-        first = self._rows > WANTED or listed.wanted == list(range(count))
+        first = self._rows > self._most_wanted or listed.wanted == list(range(count))
         return self._logits[:count] if first else self._logits[self._inputs.tensors["wanted"][:count]]
 
     def measure(self) -> float:
@@ -208,7 +219,7 @@ class _PassGraph:
     def _fields(self) -> Iterator[_Field]:
         layout, rows, most = self._layout, self._rows, self._tables.max_seqs
         yield _Field("slots", torch.int64, (rows,), layout.scratch)
-        yield _Field("wanted", torch.int64, (min(rows, WANTED),), 0)  # of few rows all logits are computed
+        yield _Field("wanted", torch.int64, (min(rows, self._most_wanted),), 0)  # of few rows all logits are computed
         yield _Field("ids", torch.int32, (rows,), 0)
         yield _Field("positions", torch.int32, (rows,), 0)
         yield _Field("tables", torch.int32, (most, self._tables.pages), self._tables.scratch_page)
@@ -237,7 +248,9 @@ class _PassGraph:
 
     def _pack(self) -> Packed:
         inputs, reach = self._inputs.tensors, self._tables.pages * self._tables.page
-        wanted = inputs["wanted"] if self._rows > WANTED else torch.arange(self._rows, device=self._model.device)
+        wanted = (
+            inputs["wanted"] if self._rows > self._most_wanted else torch.arange(self._rows, device=self._model.device)
+        )
         shortest = min(block_length(shape.head_dim, self._layout.itemsize) for shape in self._layout.layers)
         plans = {
             (shape.window, shape.group): PagePlan(
