@@ -79,6 +79,7 @@ class Engine:
 
             with compiled_ahead():
                 self.rehearse()
+            self.drafter.rehearse()  # a head's kernels for many rows are in no graph, and are loaded when first run
         for passes in self._passes:
             passes.warm()
         if self.captured is not None:

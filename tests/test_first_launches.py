@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ def choose_at_random(engine: Engine, source: random.Random) -> None:
 
 def serve(engine: Engine, config: EngineConfig, batch: int, requests: list[Request]) -> None:
     """`batch` texts at a time, the other requests wait."""
-    engine.scheduler.policy = STRATEGIES[config.strategy].policy(replace(config, max_batch=batch), True)
+    config, captured = replace(config, max_batch=batch), engine.captured is not None
+    engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, captured)
     for request in requests:
         engine.add(request)
     while engine.busy:
@@ -114,6 +116,16 @@ def queue(source: random.Random, count: int, prompt: tuple[int, int], tokens: in
     ]
 
 
+class Anything:
+    """A constraint that forbids nothing: steps with one are not captured."""
+
+    def allowed(self, output: Seq[int]) -> torch.Tensor:
+        return torch.ones(VOCAB, dtype=torch.bool)
+
+    def complete(self, output: Seq[int]) -> bool:
+        return False
+
+
 ASKING: dict[str, Any] = {
     "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 1, "logprobs": 2,
     "logit_bias": {7: 1.0}, "prompt_logprobs": 1,
@@ -125,9 +137,13 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "draft model, auto": ("model", {"k": 12, "auto": True}),
     "eagle3, 2 nodes": ("eagle3", {"k": 2}),
     "eagle3, 4 nodes": ("eagle3", {"k": 4}),
-    "eagle3, chunks and few pages": ("eagle3", {"k": 4, "chunk": 100, "cache_memory": "12MiB", "prefix_reuse": True}),
+    "eagle3, chunks and few small pages": (
+        "eagle3",
+        {"k": 4, "chunk": 100, "cache_memory": "12MiB", "page": 16, "prefix_reuse": True},
+    ),
     "eagle3, auto": ("eagle3", {"k": 12, "auto": True, "share_nodes": False}),
     "eagle3, auto, shared": ("eagle3", {"k": 12, "auto": True, "share_nodes": True}),
+    "eagle3, rejection sampling": ("eagle3", {"k": 4, "verifier": "rejection"}),
     "clover": ("clover", {"k": 12}),
 }
 
@@ -142,13 +158,18 @@ def test_no_request_needs_a_new_variant(models: Models, case: str) -> None:
     if config.auto:
         choose_at_random(engine, source)
     for batch in (64, 32, 8, 1):
-        serve(engine, config, batch, queue(source, max(4, 3 * batch), (24, 64), 16))
+        serve(engine, config, batch, queue(source, max(4, 2 * batch), (24, 64), 16))
     serve(engine, config, 4, queue(source, 5, (300, 1000), 60))  # keys of two spans, and texts that fill the context
     serve(engine, config, 8, queue(source, 5, (1, 600), 8, **ASKING))
+    for batch, prompt in ((16, (24, 64)), (2, (100, 700))):
+        constrained = [replace(request, constraint=Anything()) for request in queue(source, batch + 2, prompt, 8)]
+        serve(engine, config, batch, constrained)
     fresh = models.device.variants - known
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
-    assert engine.meter.captured_steps > 20 and (drafter is None or engine.meter.drafted > 0)
-    if drafter in METHODS:
+    assert (engine.captured is None or engine.meter.captured_steps > 20) and (
+        drafter is None or engine.meter.drafted > 0
+    )
+    if drafter in METHODS and engine.captured is not None:
         others = {"_spend", "_take_in"} if drafter == "eagle3" else DEEP_ALONE
         assert {name for name, _ in known} >= OF_HEADS - others
 
@@ -164,4 +185,4 @@ def test_some_numbers_of_rows_use_all_tiles(monkeypatch: pytest.MonkeyPatch, kin
                 lambda rows, plan=plan: plan.gated(rows, True),
             ):
                 known = {tile(rows) for rows in tables.TILE_ROWS}
-                assert all(tile(rows) in known for rows in range(1, 4500, 7)), (name, part)
+                assert all(tile(rows + more) in known for rows in range(0, 4500, 32) for more in (1, 32)), (name, part)

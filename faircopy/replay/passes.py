@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.pages import GRAPH_ROWS, PagePlan, TileList, block_length, chain_height
+from faircopy.kernels.gpu.pages import GRAPH_ROWS, SPAN, PagePlan, TileList, block_length, chain_height
 from faircopy.kernels.gpu.tables import TILE_ROWS
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
+from faircopy.model.trial import tree_scene
 from faircopy.types import Batch, Draft
 
 ROWS = (
@@ -65,8 +66,14 @@ class CapturedPasses:
         size = self._size(listed, batch)
         if size is not None:
             return self._graph(size).run(listed, batch, ids)
-        packed, taps = self._layout.place(listed, batch, like_graphs=True).with_ids(ids), Taps(self._wants)
-        return packed, self._model.forward(packed, self._layout, *([taps] if self._wants else [])), taps.states
+        packed = self._layout.place(listed, batch, like_graphs=True).with_ids(ids)
+        return packed, *self._forward(packed, self._layout)
+
+    @torch.no_grad()
+    def _forward(self, packed: Packed, layout: PagedLayout) -> tuple[Tensor, dict[int, Tensor]]:
+        """A pass kernel by kernel."""
+        taps = Taps(self._wants)
+        return self._model.forward(packed, layout, *([taps] if self._wants else [])), taps.states
 
     def warm(self) -> None:
         """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
@@ -79,6 +86,11 @@ class CapturedPasses:
             self._make(rows)
         for rows in LARGER:
             self._make(rows, wanted=min(rows, MOST_WANTED))
+        for context in (
+            (SPAN // 2, SPAN + 1) if self._wants else ()
+        ):  # heads draft trees, also where steps are not captured
+            layout, packed = tree_scene(self._model, context, self._tables.page)
+            self._forward(packed, layout)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
