@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from faircopy.bench.shapes import PAIR, SHAPES, products, shape_config
+from faircopy.bench.shapes import PAIR, SHAPES, RandomTensors, products, shape_config
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.folder import METHODS
@@ -27,15 +27,16 @@ from faircopy.engine import Engine
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.suite import KERNELS
 from faircopy.kernels.groups import group_count
-from faircopy.model.fused import Fused
+from faircopy.model.fused import Fused, fused_weights
+from faircopy.model.weights import Source, decoder_spec, head_size
 from faircopy.strategy import STRATEGIES
-from faircopy.testing.idle_device import IdleDevice, blank_model
+from faircopy.testing.idle_device import IdleDevice
 from faircopy.types import Request, SamplingParams
 
-CPU, CONTEXT, VOCAB = torch.device("cpu"), 1024, 512
+CPU, KIND, CONTEXT, VOCAB = torch.device("cpu"), torch.bfloat16, 1024, 512
 TARGET: dict[str, Any] = {
     "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "intermediate_size": 1024, "vocab_size": VOCAB,
+    "intermediate_size": 1024,
 }  # fmt: skip
 OF_HEADS = {"_pair", "_take_in", "_expand", "_rerank", "_spend", "_place_front", "_place_unread", "_leaders", "_offer"}
 DEEP_ALONE = {"_expand", "_rerank", "_place_front"}  # of heads with keys of their own, whose trees are EAGLE's
@@ -52,9 +53,22 @@ class Models(NamedTuple):
 @pytest.fixture(scope="module")
 def models() -> Iterator[Models]:
     with IdleDevice().running() as device:
-        target = blank_model(shape_config(PAIR[0], CONTEXT, **TARGET))
-        draft = blank_model(shape_config(PAIR[1], CONTEXT, num_hidden_layers=1, vocab_size=VOCAB))
-        yield Models(device, target, draft)
+        yield Models(device, a_model(PAIR[0], **TARGET), a_model(PAIR[1], num_hidden_layers=1))
+
+
+class Zeros(RandomTensors):
+    """Weights of a shape that nothing reads."""
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        shape = self.shape(name)
+        return None if shape is None else torch.zeros(shape, dtype=KIND)
+
+
+def a_model(name: str, **changes: Any) -> Fused:
+    """A named shape with changes in the GPU's decoder."""
+    config = shape_config(name, CONTEXT, vocab_size=VOCAB, **changes)
+    spec = decoder_spec(config, torch.ones(head_size(config) // 2), 1.0)
+    return Fused(fused_weights(Source(name, spec, Zeros(config, KIND, CPU), VOCAB, CONTEXT, KIND, True)))
 
 
 def a_head(target: Fused, method: str) -> Head:
@@ -69,7 +83,7 @@ def a_head(target: Fused, method: str) -> Head:
         method=method, shape=shape, vocab=VOCAB, depth=2, levels=7 if method == "eagle3" else 4, target="",
         fingerprint="", options=options,
     )  # fmt: skip
-    head = METHODS[method](config).to(torch.bfloat16).bind(target.token_weights())
+    head = METHODS[method](config).to(KIND).bind(target.token_weights())
     head.run_on_kernels()  # as `serve` does on a GPU
     return head
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy import build
-from faircopy.bench.shapes import _Random
 from faircopy.kernels.gpu import (
     attention,
     flash,
@@ -34,8 +33,6 @@ from faircopy.kernels.gpu import (
 from faircopy.kernels.gpu.records import Report, ReportColumns
 from faircopy.kernels.gpu.suite import KERNELS
 from faircopy.layout import paged
-from faircopy.model.fused import Fused, fused_weights
-from faircopy.model.weights import Source, decoder_spec, head_size
 from faircopy.replay.in_flight import InFlightStep
 from faircopy.replay.runner import CapturedRunner
 from faircopy.types import FinishedStep, Sequence
@@ -103,18 +100,3 @@ class IdleDevice:
         if columns.tree:
             row[columns.parents : columns.parents + nodes] = range(-1, nodes - 1)
             row[columns.path : columns.path + accepted + 1] = range(accepted + 1)
-
-
-def blank_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Fused:
-    """A configuration's model in the GPU's decoder, all of whose weights are zero."""
-    width = head_size(config)
-    frequencies = 1.0 / (1e6 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-    tensors, spec = _Zeros(config, dtype, torch.device("cpu")), decoder_spec(config, frequencies, 1.0)
-    source = Source("blank", spec, tensors, config.vocab_size, config.max_position_embeddings, dtype, True)
-    return Fused(fused_weights(source))
-
-
-class _Zeros(_Random):
-    def __call__(self, name: str) -> Tensor | None:
-        shape = self._shape(name)
-        return None if shape is None else torch.zeros(shape, dtype=self._dtype)
