@@ -14,7 +14,7 @@ from faircopy.drafters.base import Drafter, NoDrafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
 from faircopy.meter import Meter
-from faircopy.model.runner import Result, Runner
+from faircopy.model.runner import Passes, Result, Runner
 from faircopy.pace import Pace
 from faircopy.requests import check_request, replay_text, token_limit
 from faircopy.scheduler import Scheduler
@@ -74,17 +74,13 @@ class Engine:
 
     def warm_up(self) -> None:
         """On a GPU, compile all kernels and capture all graphs now, so that no request waits for one."""
-        made = [passes for passes in (self.target.passes, self.drafter.passes) if passes is not None]
-        if made and self.target.model.device.type == "cuda":
+        if self._passes and self.target.model.device.type == "cuda":
             from faircopy.kernels.gpu.launch import compiled_ahead
 
             with compiled_ahead():
-                for passes in made:
-                    passes.rehearse()
-                self.drafter.rehearse()
-                if self.captured is not None:
-                    self.captured.rehearse(self.draft_lengths.lengths)
-        for passes in made:
+                self.rehearse()
+            self.drafter.rehearse()  # a head's kernels for many rows are in no graph, and are loaded when first run
+        for passes in self._passes:
             passes.warm()
         if self.captured is not None:
             self.captured.warm(self.draft_lengths.lengths)
@@ -92,6 +88,19 @@ class Engine:
             if not self.busy:
                 self._try_out()
             self.draft_lengths.use(self.costs)
+
+    def rehearse(self) -> None:
+        """Make every launch once, of captured steps and eager ones; for kernels that are compiled ahead."""
+        for passes in self._passes:
+            passes.rehearse()
+        self.drafter.rehearse()
+        if self.captured is not None:
+            self.captured.rehearse(self.draft_lengths.lengths)
+
+    @property
+    def _passes(self) -> list[Passes]:
+        """Passes as graphs, of the target and of a draft model."""
+        return [passes for passes in (self.target.passes, self.drafter.passes) if passes is not None]
 
     def _try_out(self) -> None:
         """Write a short text that nothing is counted of or learned from: libraries load kernels when first used.

@@ -77,24 +77,24 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, exact: b
     """A decoder of the configuration's shape, its weights drawn on the device."""
     width = head_size(config)
     frequencies = 1.0 / (1e6 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-    tensors = _Random(config, dtype, device)
+    tensors = RandomTensors(config, dtype, device)
     return build_decoder("random", config, (frequencies, 1.0), tensors, dtype, device, exact)
 
 
-class _Random:
+class RandomTensors:
     """Tensors by name, as the decoder asks for them."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
 
     def __call__(self, name: str) -> Tensor | None:
-        shape = self._shape(name)
+        shape = self.shape(name)
         if shape is None:
             return None
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         return tensor.fill_(1.0) if len(shape) == 1 else tensor.normal_(0.0, shape[1] ** -0.5)
 
-    def _shape(self, name: str) -> tuple[int, ...] | None:
+    def shape(self, name: str) -> tuple[int, ...] | None:
         c, (owner, kind) = self._config, name.rsplit(".", 1)
         part, width = owner.rsplit(".", 1)[-1], head_size(c)
         heads, kv = c.num_attention_heads * width, c.num_key_value_heads * width

@@ -19,16 +19,15 @@ from faircopy.kernels.transfer import rows_of, sent
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
-from faircopy.model.trial import CachedRows, scene
+from faircopy.model.trial import CachedRows, scene, tree_scene
 from faircopy.sampling import SamplingRow, choose, noisy
 from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
 
-# sequences, rows of each: every height of a tile, keys in one block and in several, few tiles and many
-REHEARSED = (*((1, 1 << n) for n in range(10)), *((64, 1 << n) for n in range(6)))
-MOST_GUESSED = 256  # rows whose guesses are rehearsed: their logits take memory
+PART = 32  # rows of a sequence at most while reading is rehearsed
+MOST_GUESSED = 1024  # rows whose guesses are rehearsed: their logits take memory
 MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait; of an idle one no more are kept
 
 
@@ -129,15 +128,39 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def rehearse(self) -> None:
+        """Read every number of rows that products have a tile of their own for, and keys of one span and of two.
+
+        Trees are grown on the host where a step cannot be captured.
+        """
+        from faircopy.kernels.gpu.pages import SPAN
+        from faircopy.kernels.gpu.tables import TILE_ROWS
+
+        if self._head.layers:
+            for rows in TILE_ROWS:
+                self._rehearse(-(-rows // PART), min(rows, PART), min(rows, PART))
+            self._rehearse(1, 1, SPAN + 1)
+            for context in (SPAN // 2, SPAN + 1) if self._head.deep else ():
+                layout, packed = tree_scene(self._cached_rows, context, self._layout.tables.page)
+                memory, ids = self._rehearse_reading(layout, packed)
+                self._head.step(1, memory, ids.long(), self._rows(packed, layout))
+
+    def _rehearse(self, batch: int, rows: int, context: int) -> None:
+        """Read the last rows of texts of this length, and guess."""
+        made = scene(self._cached_rows, batch, rows, context, prompt=True, page=self._layout.tables.page)
+        memory, ids = self._rehearse_reading(*made)
+        if ids.shape[1] <= MOST_GUESSED:
+            self._head.step(0, memory, ids.long())
+
+    def _rehearse_reading(self, layout: PagedLayout, packed: Packed) -> tuple[Tensor, Tensor]:
+        """What is remembered of these rows, and their tokens."""
         head = self._head
-        kept = CachedRows(head.layers, head.dtype, head.device, head.vocab)
-        for batch, rows in REHEARSED if head.layers else ():
-            if rows < head.context:
-                layout, packed = scene(kept, batch, rows, rows, prompt=True)
-                states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
-                memory = head.read(states, packed.ids[None], self._rows(packed, layout))
-                if packed.size <= MOST_GUESSED:
-                    head.step(0, memory, packed.ids[None].long())
+        states = torch.zeros(1, packed.size, head.input_size, dtype=head.dtype, device=head.device)
+        return head.read(states, packed.ids[None], self._rows(packed, layout)), packed.ids[None]
+
+    @property
+    def _cached_rows(self) -> CachedRows:
+        head = self._head
+        return CachedRows(head.layers, head.dtype, head.device, head.vocab)
 
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         from faircopy.drafters.captured_head import CapturedHead
@@ -161,7 +184,8 @@ class HeadDrafter(Drafter):
     def _read(self, part: Batch) -> Tensor:
         """What the head remembers of each sequence's last row."""
         states = self._states(part)
-        packed = self._layout.pack(part, Draft.empty(len(part)))
+        # whatever their number and lengths, rows lie in tiles of one height: another one is a kernel to compile
+        packed = self._layout.pack(part, Draft.empty(len(part)), like_graphs=True)
         memory = self._head.read(states[None], packed.ids[None], self._rows(packed))[0]
         self.rows_read += packed.size
         self._layout.advance(part)
@@ -218,7 +242,7 @@ class HeadDrafter(Drafter):
             part.add(growth.seq, len(growth.seq.tokens), len(growth.tree.expanded))
         trees = [growth.tree for growth in growing]
         done = [len(tree.expanded) - len(tree.front) for tree in trees]
-        return self._rows(self._layout.pack(part, _expanded(trees), done))
+        return self._rows(self._layout.pack(part, _expanded(trees), done, like_graphs=True))
 
     def _offer(self, front: list[tuple[_GrowingTree, int]], logits: Tensor, drawn: SourceTable | None) -> None:
         """Add one level to every tree, from the head's logits at its front."""

@@ -79,9 +79,12 @@ class PagedLayout:
             self._cached[seq] = self._known_prefix(seq)
         return self._cached[seq]
 
-    def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> Packed:
-        """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence."""
-        return self.place(self.list_rows(batch, draft, done), batch)
+    def pack(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0, like_graphs: bool = False) -> Packed:
+        """Uncached tokens, then the draft nodes from `done` on (one number, or one per sequence), of each sequence.
+
+        like_graphs: see plan_pages.
+        """
+        return self.place(self.list_rows(batch, draft, done), batch, like_graphs)
 
     def list_rows(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> RowList:
         """The rows of a pass, on the host."""
@@ -112,7 +115,7 @@ class PagedLayout:
         return listed
 
     def place(self, listed: RowList, batch: Batch, like_graphs: bool = False) -> Packed:
-        """The same rows on the device, with the plans for attention. like_graphs: see plan_pages."""
+        """The same rows on the device, with the plans for attention."""
         kind = torch.int64 if self.suite is None else torch.int32  # as in graphs: kernels are compiled for one of them
         if self.suite is None:
             plans = self._plans(listed.lanes, len(listed.ids))

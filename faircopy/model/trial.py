@@ -62,23 +62,39 @@ class CachedRows:
 
 
 def scene(
-    model: Model | CachedRows, batch: int, rows: int, context: int, prompt: bool = False
+    model: Model | CachedRows, batch: int, rows: int, context: int, prompt: bool = False, page: int = PAGE
 ) -> tuple[PagedLayout, Packed]:
     """A layout filled with noise and a pass of `rows` rows for each sequence at this context.
 
-    prompt: the rows are the last of the context, all fed at once; else its last token and nodes behind it.
+    prompt: the rows are the last of the context, all fed at once, in tiles like those of graphs; else its last token
+    and nodes behind it.
     """
-    tables = BlockTables(PagePool(batch * -(-(context + rows) // PAGE)), PAGE, reuse=False)
-    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
-    for layer in range(len(model.layers)):
-        for pool in layout.pools(layer):
-            pool.normal_()
-    seqs = [_sequence(n, context, tables, context + rows, min(1000, model.vocab)) for n in range(batch)]
+    layout, seqs = _filled(model, batch, context, rows, page)
     for seq in seqs:
         layout.set_cached(seq, context - (rows if prompt else 1))
     nodes = [[] if prompt else [n % model.vocab for n in range(1, rows)] for _ in seqs]
     lengths = [len(chain) for chain in nodes]
-    return layout, layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes))
+    packed = layout.pack(Batch(seqs, [context] * batch, lengths), Draft.chains(nodes), like_graphs=prompt)
+    return layout, packed
+
+
+def tree_scene(model: Model | CachedRows, context: int, page: int) -> tuple[PagedLayout, Packed]:
+    """The same for the last token of one sequence and a tree of two nodes, in tiles like those of graphs."""
+    layout, seqs = _filled(model, 1, context, 2, page)
+    layout.set_cached(seqs[0], context - 1)
+    return layout, layout.pack(Batch(seqs, [context], [2]), Draft([[0, 1]], [[-1, -1]]), like_graphs=True)
+
+
+def _filled(
+    model: Model | CachedRows, batch: int, context: int, more: int, page: int
+) -> tuple[PagedLayout, list[Text]]:
+    """A layout filled with noise, and sequences of this length with room for more."""
+    tables = BlockTables(PagePool(batch * -(-(context + more) // page)), page, reuse=False)
+    layout = PagedLayout(tables, model.layers, model.dtype, model.device)
+    for layer in range(len(model.layers)):
+        for pool in layout.pools(layer):
+            pool.normal_()
+    return layout, [_sequence(n, context, tables, context + more, min(1000, model.vocab)) for n in range(batch)]
 
 
 def _sequence(n: int, length: int, tables: BlockTables, tokens: int, vocab: int) -> Text:

@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.pages import GRAPH_ROWS, PagePlan, TileList, block_length, chain_height
+from faircopy.kernels.gpu.pages import GRAPH_ROWS, SPAN, PagePlan, TileList, block_length, chain_height
+from faircopy.kernels.gpu.tables import TILE_ROWS
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
+from faircopy.model.trial import tree_scene
 from faircopy.types import Batch, Draft
 
 ROWS = (
@@ -37,9 +39,10 @@ ROWS = (
     768,
     GRAPH_ROWS,
 )  # larger passes take the device longer than the host
-LARGER = (2048, 4096)  # rows of passes that are launched kernel by kernel, of each kind
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
+LARGER = tuple(rows for rows in TILE_ROWS if rows > WANTED)  # of passes that are launched kernel by kernel, or logits
+MOST_WANTED = 1024  # rows whose logits are rehearsed at most: they take memory
 
 
 class CapturedPasses:
@@ -63,8 +66,14 @@ class CapturedPasses:
         size = self._size(listed, batch)
         if size is not None:
             return self._graph(size).run(listed, batch, ids)
-        packed, taps = self._layout.place(listed, batch, like_graphs=True).with_ids(ids), Taps(self._wants)
-        return packed, self._model.forward(packed, self._layout, *([taps] if self._wants else [])), taps.states
+        packed = self._layout.place(listed, batch, like_graphs=True).with_ids(ids)
+        return packed, *self._forward(packed, self._layout)
+
+    @torch.no_grad()
+    def _forward(self, packed: Packed, layout: PagedLayout) -> tuple[Tensor, dict[int, Tensor]]:
+        """A pass kernel by kernel."""
+        taps = Taps(self._wants)
+        return self._model.forward(packed, layout, *([taps] if self._wants else [])), taps.states
 
     def warm(self) -> None:
         """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
@@ -72,9 +81,16 @@ class CapturedPasses:
             self.times[rows] = self._graph(rows).measure()
 
     def rehearse(self) -> None:
-        """Make every launch once; for kernels that are compiled ahead."""
-        for rows in (*self._sizes(), *LARGER):
-            _PassGraph(self._model, self._layout, self._tables, rows, self._wants, None)
+        """Make every launch once, those of passes without a graph too; for kernels that are compiled ahead."""
+        for rows in self._sizes():
+            self._make(rows)
+        for rows in LARGER:
+            self._make(rows, wanted=min(rows, MOST_WANTED))
+        for context in (
+            (SPAN // 2, SPAN + 1) if self._wants else ()
+        ):  # heads draft trees, also where steps are not captured
+            layout, packed = tree_scene(self._model, context, self._tables.page)
+            self._forward(packed, layout)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
         """Rows of a step in which texts go on and prompts are read: the most of a pass that takes no longer."""
@@ -96,8 +112,12 @@ class CapturedPasses:
 
     def _graph(self, rows: int) -> _PassGraph:
         if rows not in self._graphs:
-            self._graphs[rows] = _PassGraph(self._model, self._layout, self._tables, rows, self._wants, self._pool)
+            self._graphs[rows] = self._make(rows, self._pool)
         return self._graphs[rows]
+
+    def _make(self, rows: int, pool: Any = None, wanted: int = WANTED) -> _PassGraph:
+        """Without a pool nothing is captured."""
+        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, wanted)
 
 
 class _Tables:
@@ -161,9 +181,12 @@ class _PassGraph:
     """A pass over a fixed number of rows."""
 
     def __init__(
-        self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any
-    ) -> None:
+        self, model: Model, layout: PagedLayout, tables: _Tables, rows: int, wants: tuple[int, ...], pool: Any,
+        wanted: int,
+    ) -> None:  # fmt: skip
+        """wanted: rows whose logits are computed at most; of no more rows than that all are."""
         self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
+        self._most_wanted = wanted
         dim = max(shape.head_dim for shape in layout.layers)
         self._heights = {
             shape.group: chain_height(shape.group, dim, layout.itemsize, tables.page, model.device)
@@ -191,7 +214,7 @@ class _PassGraph:
 
     def _wanted_logits(self, listed: RowList) -> Tensor:
         count = len(listed.wanted)
-        first = self._rows > WANTED or listed.wanted == list(range(count))
+        first = self._rows > self._most_wanted or listed.wanted == list(range(count))
         return self._logits[:count] if first else self._logits[self._inputs.tensors["wanted"][:count]]
 
     def measure(self) -> float:
@@ -208,7 +231,7 @@ class _PassGraph:
     def _fields(self) -> Iterator[_Field]:
         layout, rows, most = self._layout, self._rows, self._tables.max_seqs
         yield _Field("slots", torch.int64, (rows,), layout.scratch)
-        yield _Field("wanted", torch.int64, (min(rows, WANTED),), 0)  # of few rows all logits are computed
+        yield _Field("wanted", torch.int64, (min(rows, self._most_wanted),), 0)  # of few rows all logits are computed
         yield _Field("ids", torch.int32, (rows,), 0)
         yield _Field("positions", torch.int32, (rows,), 0)
         yield _Field("tables", torch.int32, (most, self._tables.pages), self._tables.scratch_page)
@@ -237,7 +260,9 @@ class _PassGraph:
 
     def _pack(self) -> Packed:
         inputs, reach = self._inputs.tensors, self._tables.pages * self._tables.page
-        wanted = inputs["wanted"] if self._rows > WANTED else torch.arange(self._rows, device=self._model.device)
+        wanted = (
+            inputs["wanted"] if self._rows > self._most_wanted else torch.arange(self._rows, device=self._model.device)
+        )
         shortest = min(block_length(shape.head_dim, self._layout.itemsize) for shape in self._layout.layers)
         plans = {
             (shape.window, shape.group): PagePlan(

@@ -62,14 +62,18 @@ def plan_pages(
 ) -> PagePlan:  # fmt: skip
     """Cut lanes into tiles of equal height, tails apart from the others. dim: numbers of a query head, at most.
 
-    like_graphs: chains have the tiles that graphs of passes have, whose kernels are compiled ahead.
+    like_graphs: tiles of one height, which kernels are compiled for ahead: those of graphs of passes, and of trees in
+    captured steps a tail per row.
     """
     tails = [lane for lane in lanes if len(lane.path)]
     height = chain_height(group, dim, itemsize, page, tables.device)
     most = tile_height(group, dim * itemsize) if tails else height
     chains = [lane for lane in lanes if not len(lane.path)]
-    plan = _cut(chains, most, tables, page, blocks, most if like_graphs and not tails else 1)
-    return replace(plan, tails=_cut(tails, most, tables, page, blocks), even=0) if tails else plan
+    plan = _cut(chains, most, tables, page, blocks, most if like_graphs else 1)
+    if not tails:
+        return plan
+    after = _cut(tails, 1 if like_graphs else most, tables, page, blocks)
+    return replace(plan, tails=replace(after, even=0), even=0)  # their tiles begin and end at other keys
 
 
 def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: int, least: int = 1) -> PagePlan:

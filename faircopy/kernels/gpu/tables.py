@@ -22,6 +22,8 @@ FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 64  # rows up to which products on Hopper are streamed
 PROCESSORS = 132  # of the chip that tables and rules were measured on
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
+# Numbers of rows that together use every tile which any number of rows would use: see `rounded`, tables and heights.
+TILE_ROWS = (1, 2, 8, 16, 32, 64, 96, *range(128, 513, 64), *range(768, 4097, 256))
 TIMED_PIPELINED = 1024  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
 MANY_ROUNDS = 4  # of blocks over all processors: the output layer's
 
