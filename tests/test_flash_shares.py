@@ -82,8 +82,8 @@ class Launch:
             thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing, NVMMADistributedLayout=nothing,
         )  # fmt: skip
         space: dict[str, Any] = {
-            "gl": language, "_END": END, "_WHOLE": WHOLE, "_copy_block": self.copy_block, "_extend": self.extend, "_put": self.put,
-            "_empty": lambda *args: ((), (), ()), "_query": self.begin_tile, "_finish": self.finish,
+            "gl": language, "_END": END, "_WHOLE": WHOLE, "_copy_block": self.copy_block, "_extend": self.extend,
+            "_put": self.put, "_empty": lambda *args: ((), (), ()), "_query": self.begin_tile, "_finish": self.finish,
             "_merge": lambda m, total, acc, m_new, total_new, new, layout: (m, total, (*acc, new) if new else acc),
             "_finish_spans": self.finish_spans,
         }  # fmt: skip

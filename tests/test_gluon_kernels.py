@@ -98,14 +98,22 @@ def wanted(layer: linear.Linear, x: Tensor, gate: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("groups", "biased", "rows", "gate"), [(1, True, 5, "none"), (4, False, 13, "none"), (1, False, 9, "silu")]
+    ("groups", "biased", "rows", "gate"),
+    [
+        (1, True, 5, "none"),
+        (4, False, 13, "none"),
+        (1, False, 9, "silu"),
+        (4, True, 100, "none"),
+        (1, False, 66, "silu"),
+    ],
 )
 def test_streamed_products(hopper: Set, groups: int, biased: bool, rows: int, gate: str) -> None:
     layer, x = layer_of(200, 512, groups, biased, gate), random(rows, 512)
+    tile = Tile(16, 64, 64, 4, 4, streamed=True) if rows <= 16 else Tile(128, 128, 64, 4, 3, streamed=True)
     results = []
     for seed, processors in enumerate((1, 5)):
         hopper(seed, processors, [unwritten(x)])
-        results.append(layer.run(x, Tile(16, 64, 64, 4, 4, streamed=True), gate))
+        results.append(layer.run(x, tile, gate))
     assert torch.equal(*results)
     assert distance(results[0], wanted(layer, x, gate)) < 1e-3
 

@@ -27,6 +27,7 @@ ROWS = {
     16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 192: 192, 256: 256, 320: 320, 384: 384, 512: 512, 768: 768, 1024: 1024,
     2560: 2400,
 }  # fmt: skip
+NARROW = 64  # rows up to which devices that do not stream have narrow tiles
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds
@@ -50,7 +51,7 @@ _PIPELINED = [Tile(128, 256, 64, 4, 4, wide=True, pipelined=True), Tile(128, 128
 
 def candidates(rows: int, groups: int) -> list[Tile]:
     """Tiles worth trying for this many rows; narrow ones for devices that do not stream few rows."""
-    if rows <= STREAMED:
+    if rows <= NARROW:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
     known = _WIDE + (_PIPELINED[int(groups > 1) :] if hopper(torch.device("cuda")) else [])  # 256 columns: one group
     fitting = [tile for tile in known if _waste(tile, rows) < 1.5]

@@ -20,7 +20,8 @@ from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import launched, processors
 from faircopy.kernels.gpu.tables import Tile
 
-REGISTERS = {64: 96, 128: 128}  # of a thread, by the tile's columns: what two blocks per processor leave each other
+REGISTERS = {64: 96, 128: 128}  # of a thread, by the tile's columns: what two blocks per processor leave each other,
+MANY = {64: 168, 128: 232}  # and the same of more than 64 rows, where a block has a processor to itself
 _activated = gluon.jit(activated.fn)
 
 
@@ -161,8 +162,9 @@ def stream(
     (outputs, inner), parts = weights.shape, out.shape[0]
     units = -(-outputs // tile.bn) * parts
     grid = min(units, processors(x.device) * tile.resident)
+    registers = (REGISTERS if tile.bm <= 64 else MANY)[tile.bn]
     _stream[(grid,)](
         weights, descriptor(x, tile.bm, tile.bk), bias, out, x.shape[0], outputs, units, parts,
         inner // (parts * tile.bk), grid, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GATE=gate,
-        BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=REGISTERS[tile.bn], **more,
+        BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=registers, **more,
     )  # fmt: skip
