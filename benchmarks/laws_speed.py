@@ -110,9 +110,8 @@ def measured(args: argparse.Namespace, deadline: float) -> Iterator[dict[str, An
                 return
             engine = engine_for(args, target, drafter, nodes, batch)
             queues = {task: cycle(prompts, max(QUEUE * batch, args.prompts)) for task, prompts in tasks.items()}
-            mixed = [prompt for queue in queues.values() for prompt in queue[: 2 * batch + 4]]
-            for prompts in (mixed, next(iter(queues.values()))):  # what is captured on demand is captured now
-                decode(engine, prompts, args.new)
+            engine.warm_up()
+            decode(engine, [prompt for queue in queues.values() for prompt in queue[:batch]], args.new)
             for task, prompts in queues.items():
                 done = decode(engine, prompts, args.new)
                 before = plain.setdefault((task, batch), done)
