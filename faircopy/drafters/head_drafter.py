@@ -12,7 +12,7 @@ from torch import Tensor
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
-from faircopy.drafters.states import SequenceStates
+from faircopy.drafters.states import KnownRows, SequenceStates, gathered
 from faircopy.drafters.trees import OFFERED, Offer, Tree, share_nodes, shared_depth
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
@@ -76,12 +76,15 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def settle(self, batch: Batch) -> None:
-        """Read the rows of all tokens that were fed; those of accepted nodes and of the next token are left."""
+        """Read the rows of prompts and of texts that captured steps do not read: those take `levels` and one more.
+
+        Rows of accepted nodes and of the next token are left in any case.
+        """
         part = Batch([], [], [])
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
             upto = min(upto, cached + self._chunk)
-            if known is not None and upto > cached and seq not in batch.idle:
+            if known is not None and upto - cached > self._head.levels and seq not in batch.idle:
                 part.add(seq, upto, 0)
         if part.seqs:
             self._read(part)
@@ -169,13 +172,13 @@ class HeadDrafter(Drafter):
 
     def _states(self, part: Batch) -> Tensor:
         """The target's states of the rows before those about to be read, end to end."""
-        head, pieces = self._head, []
-        unknown = torch.zeros(1, head.input_size, dtype=head.dtype, device=head.device)
+        head, found, count = self._head, KnownRows(), 0
         for seq, upto in zip(part.seqs, part.upto, strict=True):
-            known = self._known[seq]
-            pieces += known.take(self._layout.cached(seq) - 1, upto - 1, unknown)
+            known, cached = self._known[seq], self._layout.cached(seq)
+            known.find(cached - 1, upto - 1, count, found)
             known.drop(upto - 1)
-        return torch.cat(pieces).to(head.dtype)
+            count += upto - cached
+        return gathered(found, torch.empty(count, head.input_size, dtype=head.dtype, device=head.device))
 
     def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
         """Rows over the head's own cache, or another of its kind."""
