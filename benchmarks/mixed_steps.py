@@ -1,15 +1,17 @@
 """What the host does around a step that reads prompts beside running texts, while the device has nothing to do.
 
-python -m benchmarks.mixed_steps [--out FILE.json] [--drafters none head model] [--batch 64] [--queue 4] [--tokens 48] [--profile]
+python -m benchmarks.mixed_steps [--out FILE.json] [--drafters none head model] [--batch 64] [--queue 4]
+    [--tokens 48] [--profile]
 
 Models cost nothing, and captured steps are run by their torch twins: their time is left out, as is that of a draft
-head. A queue of prompts of 22 to 66 tokens waits. A mixed step is eager; captured ones come
-before and behind it, so the host's work is in three parts:
+head. A queue of prompts of 22 to 66 tokens waits. A mixed step is eager; captured ones come before and behind it, so
+the host's work is in three parts:
 front: from the collecting of the captured step before to the first pass that is launched: the device waits.
 beside: from there to the tokens that the target has chosen: the device runs.
 back: from there to the start of the captured step behind: the device waits, or reads prompts for a draft head.
-Each in microseconds, the median, with torch operators (launches on a GPU) and reads or sends that wait for the device
-per mixed step. --profile: which functions take the host's time, of all steps together.
+Mixed steps that follow each other share the parts between captured ones. Each part in microseconds, the median, with
+torch operators (launches on a GPU) and reads or sends that wait for the device per mixed step. --profile: which
+functions take the host's time, of all steps together.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -97,12 +100,12 @@ class Parts:
         self._part = part
         self._resume()
 
-    def end(self, mixed: bool) -> None:
-        """The round is over; it counts if it had a mixed step."""
+    def end(self, mixed: int) -> None:
+        """The round is over; it counts if it had mixed steps."""
         self._pause()
         if mixed:
             for part in PARTS:
-                self.seconds[part].append(self._open.get(part, 0.0))
+                self.seconds[part].append(self._open.get(part, 0.0) / mixed)
                 self.counts[part] += self._seen.get(part, Counter())
         self._part, self._open, self._seen = "", {}, {}
 
@@ -137,7 +140,7 @@ class Parts:
 @contextmanager
 def watched(engine: Engine, parts: Parts) -> Iterator[None]:
     """Tells the parts what is launched and read."""
-    mixed = False
+    mixed = 0
     captured = engine.captured
     assert captured is not None, "steps are captured"
 
@@ -154,7 +157,7 @@ def watched(engine: Engine, parts: Parts) -> Iterator[None]:
             with parts.left_out():
                 found = inner(*args)
             if parts._part:
-                mixed = True
+                mixed += args[0] is engine.target.model
                 parts.enter("beside")
             return found
 
@@ -173,7 +176,7 @@ def watched(engine: Engine, parts: Parts) -> Iterator[None]:
         def start(self: OneGraphStep) -> int:
             nonlocal mixed
             parts.end(mixed)
-            mixed = False
+            mixed = 0
             return inner(self)  # type: ignore[no-any-return]
 
         return start
@@ -206,19 +209,20 @@ def measure(drafter: str, queue: Queue, profile: cProfile.Profile | None = None)
     engine, timed = an_engine(drafter, queue.batch), Parts(profile)
     with watched(engine, timed):
         write_texts(engine, queue)
-    timed.end(mixed=False)
+    timed.end(mixed=0)
     meter = engine.meter
     mixed, counts = meter.steps - meter.captured_steps, Parts()
     engine = an_engine(drafter, queue.batch)
     with watched(engine, counts), counted(counts.count, lambda name: counts.count(f"wait {name}")):
-        write_texts(engine, queue)
+        write_texts(engine, replace(queue, times=2))  # counting is slow
+    counted_steps = engine.meter.steps - engine.meter.captured_steps
     found: dict[str, Any] = {"drafter": drafter, "batch": queue.batch, "steps": meter.steps, "mixed_steps": mixed}
     for part in PARTS:
         names = counts.counts[part]
         waits = sum(n for name, n in names.items() if name.startswith("wait "))
         found[f"{part}_us"] = round(1e6 * statistics.median(timed.seconds[part]))
-        found[f"{part}_operators"] = round((names.total() - waits) / mixed, 1)
-        found[f"{part}_waits"] = round(waits / mixed, 1)
+        found[f"{part}_operators"] = round((names.total() - waits) / counted_steps, 1)
+        found[f"{part}_waits"] = round(waits / counted_steps, 1)
     found["idle_us"] = found["front_us"] + found["back_us"]
     return found
 

@@ -117,7 +117,7 @@ class HeadDrafter(Drafter):
         """What the head wants of some rows of a pass, in their order."""
         states = [result.states[layer] for layer in self.wants]
         if len(rows) < len(states[0]):
-            index = torch.tensor(rows, device=states[0].device)
+            index = sent(rows, torch.int64, states[0].device)
             states = [part.index_select(0, index) for part in states]
         return states[0] if len(states) == 1 else torch.cat(states, -1)
 

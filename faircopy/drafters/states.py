@@ -9,7 +9,6 @@ from torch import Tensor
 
 from faircopy.kernels.transfer import sent
 
-
 # states of a step -> the rows that are wanted, and the rows of these states that they are
 KnownRows = dict[Tensor, tuple[list[int], list[int]]]
 

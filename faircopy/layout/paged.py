@@ -19,7 +19,7 @@ from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, LanePlan, attend
 from faircopy.kernels.cpu.attention import has_kernel, plan_rows
-from faircopy.kernels.transfer import sent
+from faircopy.kernels.transfer import sent, sent_together
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, page_grid, wanted_rows
@@ -124,22 +124,20 @@ class PagedLayout:
 
     def place(self, listed: RowList, like_graphs: bool = False) -> Packed:
         """The same rows on the device, with the plans for attention. like_graphs: see plan_pages."""
-        kind = torch.int64 if self.suite is None else torch.int32  # as in graphs: kernels are compiled for one of them
+        kind = np.int64 if self.suite is None else np.int32  # as in graphs: kernels are compiled for one of them
         if self.suite is None:
             plans = self._plans(listed.lanes, len(listed.ids))
         else:
             assert listed.grid is not None, "rows are listed with their pages"
             plans = self._page_plans(listed.pages, listed.grid, like_graphs)
-        return Packed(
-            sent(listed.ids, kind, self.device),
-            sent(listed.positions, kind, self.device),
-            sent(np.concatenate(listed.slots), torch.int64, self.device),
-            plans,
-            sent(listed.wanted, torch.int64, self.device),
-            listed.fed,
-            listed.nodes,
-            listed.rows,
+        ids, positions, slots, wanted = sent_together(
+            np.array(listed.ids, kind),
+            np.array(listed.positions, kind),
+            np.concatenate(listed.slots),
+            np.array(listed.wanted, np.int64),
+            device=self.device,
         )
+        return Packed(ids, positions, slots, plans, wanted, listed.fed, listed.nodes, listed.rows)
 
     def attend(
         self,

@@ -134,7 +134,8 @@ class CapturedRunner:
         if step.done is not None:
             step.done.synchronize()
         reports: list[list[int]] = step.report.tolist()
-        columns = ReportColumns(step.graph.k + 1, step.graph.trees is not None)
+        k = step.graph.k
+        columns = ReportColumns(k + 1, step.graph.trees is not None)
         batch = Batch([], [], [], shared_k=step.plan.batch.shared_k)
         draft, decisions = Draft([], []), []
         for seq, slot in step.batch_slots.items():
@@ -143,7 +144,10 @@ class CapturedRunner:
                 batch.add(seq, len(seq.tokens), report.max_nodes)
                 draft.tokens.append(report.nodes)
                 draft.parents.append(report.parents)
-                decisions.append(self._commit(seq, report, step, slot))
+                self._note_cached(seq, report, k)
+                error = None if report.finite else numerics_error(seq)
+                logprobs = step.logprobs_of(seq, slot, report)
+                decisions.append(Decision(report.path, report.tokens, logprobs, error=error))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful, captured=True)
 
@@ -224,16 +228,14 @@ class CapturedRunner:
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq = batch.seqs[i]
-        return fits_device(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+        return batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
-    def _commit(self, seq: Sequence, report: SlotReport, step: InFlightStep, slot: int) -> Decision:
-        """Note what the caches hold now, and return what the sequence gained."""
+    def _note_cached(self, seq: Sequence, report: SlotReport, k: int) -> None:
+        """Note what the caches hold after a step of k nodes."""
         length, accepted = len(seq.tokens), len(report.path)
         self._layout.set_cached(seq, length + accepted)
         self._layout.moved += report.moved
-        self._drafter.commit(seq, length, accepted, step.graph.k)
-        error = None if report.finite else numerics_error(seq)
-        return Decision(report.path, report.tokens, step.logprobs_of(seq, slot, report), error=error)
+        self._drafter.commit(seq, length, accepted, k)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""

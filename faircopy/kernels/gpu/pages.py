@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import hopper, power
+from faircopy.kernels.transfer import sent_together
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
@@ -83,14 +84,10 @@ def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: in
     even = 0 if least > 1 else _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
     numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
     tree = any(len(lane.path) for lane in lanes)
-
-    def sent(array: Any) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(tables.device, non_blocking=True)
-
-    return PagePlan(
-        sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
-        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
-    )  # fmt: skip
+    parts = [rows, numbers[:, :2], numbers[:, 2], *((numbers[:, 3], paths) if tree else ())]
+    tiles, ranges, seqs, *tails = sent_together(*map(np.ascontiguousarray, parts), device=tables.device)
+    bases, through = tails or (None, None)
+    return PagePlan(tiles, ranges, seqs, tables, page, blocks, bases, through, even)
 
 
 def tile_height(group: int, line_bytes: int = 0) -> int:
