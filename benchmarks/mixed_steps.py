@@ -9,9 +9,9 @@ the host's work is in three parts:
 front: from the collecting of the captured step before to the first pass that is launched: the device waits.
 beside: from there to the tokens that the target has chosen: the device runs.
 back: from there to the start of the captured step behind: the device waits, or reads prompts for a draft head.
-Mixed steps that follow each other share the parts between captured ones. Each part in microseconds, the median, with
-torch operators (launches on a GPU) and reads or sends that wait for the device per mixed step. --profile: which
-functions take the host's time, of all steps together.
+Mixed steps that follow each other share the parts between captured ones. Each part in microseconds of the processor
+per mixed step, the median, with its torch operators (launches on a GPU) and reads or sends that wait for the device.
+--profile: which functions take the host's time, of all steps together.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Parts:
 
     def _pause(self) -> None:
         if self._part and not self._depth:
-            self._open[self._part] = self._open.get(self._part, 0.0) + time.perf_counter() - self._since
+            self._open[self._part] = self._open.get(self._part, 0.0) + time.process_time() - self._since
             if self._profile is not None:
                 self._profile.disable()
 
@@ -134,7 +134,7 @@ class Parts:
         if self._part and not self._depth:
             if self._profile is not None:
                 self._profile.enable()
-            self._since = time.perf_counter()
+            self._since = time.process_time()
 
 
 @contextmanager

@@ -75,11 +75,12 @@ class HeadDrafter(Drafter):
         return Draft.empty(len(batch))
 
     @torch.no_grad()
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: Batch, result: Result) -> None:
         """Read the rows of prompts and of texts that captured steps do not read: those take `levels` and one more.
 
         Rows of accepted nodes and of the next token are left in any case.
         """
+        self._keep(batch, result, [[] for _ in batch.seqs])
         part = Batch([], [], [])
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
@@ -90,18 +91,22 @@ class HeadDrafter(Drafter):
             self._read(part)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        """Keep the states of fed tokens and accepted nodes, in the order of the text."""
+        self._keep(batch, result, [decision.nodes for decision in verdict.decisions])
+
+    def _keep(self, batch: Batch, result: Result, accepted: list[list[int]]) -> None:
+        """Keep the states of fed tokens and accepted nodes, in the order of the text, unless they are kept already."""
         if not result.states:
             return  # drafting is off, and has been for a while
         kept: list[int] = []
         spans, row = [], 0
-        for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
+        for i, (seq, right) in enumerate(zip(batch.seqs, accepted, strict=True)):
             fed, nodes = result.packed.fed[i], result.packed.nodes[i]
-            first, mine = batch.upto[i] - fed, [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
+            first, mine = batch.upto[i] - fed, [*range(row, row + fed), *(row + fed + node for node in right)]
             if seq in batch.idle:
                 mine = mine[-MAX_UNREAD:] if self._follows(seq, first) else []
                 first = batch.upto[i] - len(mine)
-            if mine and seq.request.k != 0:
+            known = self._known.get(seq)
+            if mine and seq.request.k != 0 and (known is None or known.end < first + len(mine)):
                 spans.append((seq, first, len(kept), len(kept) + len(mine)))
                 kept += mine
             row += fed + len(nodes)

@@ -133,7 +133,7 @@ class CapturedRunner:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
         if step.done is not None:
             step.done.synchronize()
-        reports: list[list[int]] = step.report.tolist()
+        reports: list[list[int]] = step.report.numpy().tolist()
         k = step.graph.k
         columns = ReportColumns(k + 1, step.graph.trees is not None)
         batch = Batch([], [], [], shared_k=step.plan.batch.shared_k)
