@@ -22,7 +22,7 @@ def sent(values: Any, kind: torch.dtype, device: torch.device) -> Tensor:
 def sent_together(*arrays: NDArray[Any], device: torch.device) -> list[Tensor]:
     """The same for several arrays, in one copy."""
     if device.type != "cuda":
-        return [torch.from_numpy(array).to(device) for array in arrays]
+        return [torch.tensor(array, device=device) for array in arrays]
     size = sum(map(_room, arrays))
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for place, array in zip(parts_of(host, arrays), arrays, strict=True):
