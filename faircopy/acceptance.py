@@ -19,6 +19,8 @@ def accept_path(
     choices[0] is the target's token after the last token, choices[n + 1] after node n; broken marks the rows
     without finite logits. There is one token more than nodes, unless the walk ends at a broken row.
     """
+    if not tokens:
+        return [], [] if broken[0] else choices[:1]
     below = children(parents)
     nodes: list[int] = []
     chosen: list[int] = []

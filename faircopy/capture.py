@@ -70,6 +70,7 @@ class CapturedDrafter(ABC):
 
     variable_length = False  # true: it may find fewer nodes than allowed, -1 from there on, and rows are packed
     max_nodes: int | None = None  # nodes it can fill per sequence; None: any number
+    latest: int | None = None  # tokens at the end of a text that it reads; None: all
     reads_hidden_states: HiddenStateReader | None = None  # None: it reads none
 
     @abstractmethod

@@ -37,8 +37,8 @@ class Drafter(ABC):
         """As `propose`, in an eager step behind which captured ones follow: making ready for those is enough."""
         return self.propose(batch)
 
-    def settle(self, batch: Batch) -> None:  # noqa: B027
-        """Called after `observe` in such a step: what the drafter has not read is read now."""
+    def settle(self, batch: Batch, result: Result) -> None:  # noqa: B027
+        """Called in such a step without drafts while the target's pass still runs: what was fed can be read now."""
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:  # noqa: B027
         """Called once per step, before the verdict is appended."""

@@ -14,6 +14,7 @@ class CapturedNothing(CapturedDrafter):
     """Plain decoding: steps without nodes."""
 
     max_nodes = 0
+    latest = 0
 
     def plan_fill(self, graph: GraphState) -> Work:
         assert graph.k == 0, "plain decoding has no nodes"
@@ -34,6 +35,8 @@ class CapturedNgram(CapturedDrafter):
 
 class CapturedModel(CapturedDrafter):
     """A draft model: the last two tokens first, which it may not have read, then node by node."""
+
+    latest = 2
 
     def __init__(self, model: Model, layout: PagedLayout, vocab: int, is_idle: Callable[[Sequence], bool]) -> None:
         self._model, self._layout, self._vocab, self._is_idle = model, layout, vocab, is_idle

@@ -15,11 +15,12 @@ from torch import Tensor
 from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, Work
 from faircopy.drafters.batched_trees import batch_trees
 from faircopy.drafters.heads import Head, Rows
-from faircopy.drafters.states import SequenceStates
+from faircopy.drafters.states import KnownRows, SequenceStates, gathered
 from faircopy.drafters.trees import shared_depth
 from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gumbel import BROKEN
+from faircopy.kernels.transfer import sent
 from faircopy.kernels.tree_growth import Front, Nodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
@@ -37,6 +38,7 @@ class CapturedHead(CapturedDrafter):
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int) -> None:
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
         self._states = self.reads_hidden_states = StoredStates(head, layout, known, num_slots)
+        self.latest = self._states.rows.shape[1]
         self._chains = batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
         self.max_nodes = head.levels if self._chains else MAX_TREE_NODES
         self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
@@ -109,25 +111,16 @@ class StoredStates(HiddenStateReader):
 
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
         """Load what the head has not read of each sequence, and the states before those rows."""
-        unknown = self.rows.new_zeros(1, self.rows.shape[-1])
-        pieces: list[Tensor] = []
-        slots: list[int] = []
-        places: list[int] = []
-        begins = []
+        begins, found, most = [0] * len(self.read), KnownRows(), self.rows.shape[1]
         for seq, slot in batch_slots.items():
-            known, end = self._known.get(seq, SequenceStates()), len(seq.tokens)
-            first = end - self.rows.shape[1]  # of a head that was off for a while the step drafts nothing
-            read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
-            pieces += known.take(read - 1, end - 1, unknown)
-            slots += [slot] * (end - read)
-            places += range(end - read)
-            begins.append(read)
-        device = self.rows.device
-        where = torch.tensor([*batch_slots.values()], device=device)
-        self.read[where] = torch.tensor(begins, device=device)
-        if pieces:
-            at = torch.tensor([slots, places], device=device)
-            self.rows[at[0], at[1]] = torch.cat(pieces).to(self.rows.dtype)
+            known, end = self._known.get(seq), len(seq.tokens)
+            first = end - most  # of a head that was off for a while the step drafts nothing
+            begins[slot] = read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
+            if known is not None:
+                known.find(read - 1, end - 1, slot * most, found)
+        rows = self.rows.view(-1, self.rows.shape[-1])
+        rows.copy_(gathered(found, rows))
+        self.read.copy_(sent(begins, torch.int64, self.read.device))
 
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""

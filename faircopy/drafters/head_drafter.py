@@ -12,7 +12,7 @@ from torch import Tensor
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
-from faircopy.drafters.states import SequenceStates
+from faircopy.drafters.states import KnownRows, SequenceStates, gathered
 from faircopy.drafters.trees import OFFERED, Offer, Tree, share_nodes, shared_depth
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
@@ -74,30 +74,38 @@ class HeadDrafter(Drafter):
         return Draft.empty(len(batch))
 
     @torch.no_grad()
-    def settle(self, batch: Batch) -> None:
-        """Read the rows of all tokens that were fed; those of accepted nodes and of the next token are left."""
+    def settle(self, batch: Batch, result: Result) -> None:
+        """Read the rows of prompts and of texts that captured steps do not read: those take `levels` and one more.
+
+        Rows of accepted nodes and of the next token are left in any case.
+        """
+        self._keep(batch, result, [[] for _ in batch.seqs])
         part = Batch([], [], [])
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
             upto = min(upto, cached + self._chunk)
-            if known is not None and upto > cached and seq not in batch.idle:
+            if known is not None and upto - cached > self._head.levels and seq not in batch.idle:
                 part.add(seq, upto, 0)
         if part.seqs:
             self._read(part)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        """Keep the states of fed tokens and accepted nodes, in the order of the text."""
+        self._keep(batch, result, [decision.nodes for decision in verdict.decisions])
+
+    def _keep(self, batch: Batch, result: Result, accepted: list[list[int]]) -> None:
+        """Keep the states of fed tokens and accepted nodes, in the order of the text, unless they are kept already."""
         if not result.states:
             return  # drafting is off, and has been for a while
         kept: list[int] = []
         spans, row = [], 0
-        for i, (seq, decision) in enumerate(zip(batch.seqs, verdict.decisions, strict=True)):
+        for i, (seq, right) in enumerate(zip(batch.seqs, accepted, strict=True)):
             fed, nodes = result.packed.fed[i], result.packed.nodes[i]
-            first, mine = batch.upto[i] - fed, [*range(row, row + fed), *(row + fed + node for node in decision.nodes)]
+            first, mine = batch.upto[i] - fed, [*range(row, row + fed), *(row + fed + node for node in right)]
             if seq in batch.idle:
                 mine = mine[-MAX_UNREAD:] if self._follows(seq, first) else []
                 first = batch.upto[i] - len(mine)
-            if mine and seq.request.k != 0:
+            known = self._known.get(seq)
+            if mine and seq.request.k != 0 and (known is None or known.end < first + len(mine)):
                 spans.append((seq, first, len(kept), len(kept) + len(mine)))
                 kept += mine
             row += fed + len(nodes)
@@ -113,7 +121,7 @@ class HeadDrafter(Drafter):
         """What the head wants of some rows of a pass, in their order."""
         states = [result.states[layer] for layer in self.wants]
         if len(rows) < len(states[0]):
-            index = torch.tensor(rows, device=states[0].device)
+            index = sent(rows, torch.int64, states[0].device)
             states = [part.index_select(0, index) for part in states]
         return states[0] if len(states) == 1 else torch.cat(states, -1)
 
@@ -193,13 +201,13 @@ class HeadDrafter(Drafter):
 
     def _states(self, part: Batch) -> Tensor:
         """The target's states of the rows before those about to be read, end to end."""
-        head, pieces = self._head, []
-        unknown = torch.zeros(1, head.input_size, dtype=head.dtype, device=head.device)
+        head, found, count = self._head, KnownRows(), 0
         for seq, upto in zip(part.seqs, part.upto, strict=True):
-            known = self._known[seq]
-            pieces += known.take(self._layout.cached(seq) - 1, upto - 1, unknown)
+            known, cached = self._known[seq], self._layout.cached(seq)
+            known.find(cached - 1, upto - 1, count, found)
             known.drop(upto - 1)
-        return torch.cat(pieces).to(head.dtype)
+            count += upto - cached
+        return gathered(found, torch.empty(count, head.input_size, dtype=head.dtype, device=head.device))
 
     def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
         """Rows over the head's own cache, or another of its kind."""

@@ -87,9 +87,9 @@ class PerRequestDrafter(Drafter):
         """The others draft from the text alone."""
         self.default.observe(batch, draft, result, verdict)
 
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: Batch, result: Result) -> None:
         owners = [self._owner(seq) for seq in batch.seqs]
-        self.default.settle(_only(batch, owners, self.default))
+        self.default.settle(_only(batch, owners, self.default), result)
 
     def forget(self, seq: Sequence) -> None:
         for drafter in (self.default, self._prediction, *self._others.values()):

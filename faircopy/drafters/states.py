@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
 from torch import Tensor
+
+from faircopy.kernels.transfer import sent
+
+# states of a step -> the rows that are wanted, and the rows of these states that they are
+KnownRows = dict[Tensor, tuple[list[int], list[int]]]
+
+
+def gathered(known: KnownRows, like: Tensor) -> Tensor:
+    """A table like this one with the known rows in their places and zeros elsewhere, in a few launches."""
+    table = torch.zeros_like(like)
+    for states, places in known.items():
+        wanted, found = sent(places, torch.int64, table.device)
+        table.index_copy_(0, wanted, states.index_select(0, found).to(table.dtype))
+    return table
 
 
 class SequenceStates:
@@ -23,15 +38,15 @@ class SequenceStates:
         """Rows of a step's states, for positions from `first` on."""
         self._pieces.append((first, first + len(rows), states, rows.start))
 
-    def take(self, start: int, stop: int, unknown: Tensor) -> list[Tensor]:
-        """States of positions start to stop, end to end; `unknown` [1, F] where there are none."""
-        found: list[Tensor] = []
+    def find(self, start: int, stop: int, at: int, into: KnownRows) -> None:
+        """Where the states of positions start to stop are, those that are known; they are wanted from row `at` on."""
         for first, end, states, row in self._pieces:
             low, high = max(start, first), min(stop, end)
             if low < high:
-                found += [unknown.expand(low - start, -1), states[row + low - first : row + high - first]]
-                start = high
-        return [*found, unknown.expand(max(0, stop - start), -1)]
+                wanted, found = into.setdefault(states, ([], []))
+                wanted += range(at + low - start, at + high - start)
+                found += range(row + low - first, row + high - first)
+                at, start = at + high - start, high
 
     def drop(self, below: int) -> None:
         """Positions below this have been read."""

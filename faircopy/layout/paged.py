@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.attention import Ints, Lane, LanePlan, attend
 from faircopy.kernels.cpu.attention import has_kernel, plan_rows
-from faircopy.kernels.transfer import sent
+from faircopy.kernels.transfer import sent, sent_together
 from faircopy.layout.base import LayerShape, Packed, cache_dtype
 from faircopy.layout.block_tables import BlockTables
-from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, wanted_rows
+from faircopy.layout.rows import finite_or_zero, node_depths, pad_last, page_grid, wanted_rows
 from faircopy.types import Batch, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class RowList:
     wanted: list[int] = field(default_factory=list)
     lanes: list[Lane] = field(default_factory=list)  # without kernels
     pages: list[PageLane] = field(default_factory=list)  # with kernels
+    grid: NDArray[np.int32] | None = None  # with kernels: the page tables of the sequences
     fed: list[int] = field(default_factory=list)
     nodes: list[range] = field(default_factory=list)
     rows: list[range] = field(default_factory=list)
@@ -84,11 +86,11 @@ class PagedLayout:
 
         like_graphs: see plan_pages.
         """
-        return self.place(self.list_rows(batch, draft, done), batch, like_graphs)
+        return self.place(self.list_rows(batch, draft, done), like_graphs)
 
     def list_rows(self, batch: Batch, draft: Draft, done: int | Seq[int] = 0) -> RowList:
         """The rows of a pass, on the host."""
-        listed = RowList()
+        listed, places = RowList(), list[int]()
         for i, seq in enumerate(batch.seqs):
             start, upto = self.cached(seq), batch.upto[i]
             first_node = min(done if isinstance(done, int) else done[i], len(draft.tokens[i]))
@@ -99,11 +101,10 @@ class PagedLayout:
                 listed.lanes += self._lanes(seq, draft, i, row, start, upto, live, path)
                 listed.slots += [path[start:upto], path[upto + live.start :]]
             else:
-                listed.pages += self._page_lanes(draft, i, row, upto - start, upto, live)
-                before_nodes = [] if not live.start else [self._slots(seq, upto, start)]
-                listed.slots += [*before_nodes, self._slots(seq, end, upto + live.start if live.start else start)]
+                places += range(start, upto)
+                places += range(upto + live.start, end)
             before = len(listed.wanted)
-            listed.wanted += (row + place for place in wanted_rows(seq, start, upto, batch.complete(i), len(live)))
+            listed.wanted += [row + place for place in wanted_rows(seq, start, upto, batch.complete(i), len(live))]
             listed.ids += seq.tokens[start:upto]
             listed.ids += draft.tokens[i][live.start : live.stop]
             listed.positions += range(start, upto)
@@ -112,25 +113,34 @@ class PagedLayout:
             listed.nodes.append(live)
             listed.rows.append(range(before, len(listed.wanted)))
             self._nodes[seq] = live.stop
+        if self.suite is not None:
+            listed.grid = page_grid([self.tables.table(seq) for seq in batch.seqs], self.scratch // self.tables.page)
+            counts = [fed + len(nodes) for fed, nodes in zip(listed.fed, listed.nodes, strict=True)]
+            listed.slots.append(self._slots_in(listed.grid, counts, places))
+            listed.pages = self._page_lanes(batch, draft, listed)
         return listed
 
-    def place(self, listed: RowList, batch: Batch, like_graphs: bool = False) -> Packed:
-        """The same rows on the device, with the plans for attention."""
-        kind = torch.int64 if self.suite is None else torch.int32  # as in graphs: kernels are compiled for one of them
+    def _slots_in(self, grid: NDArray[np.int32], counts: list[int], places: list[int]) -> Ints:
+        """The slots of places in texts, so many of each sequence, end to end."""
+        page, at = self.tables.page, np.array(places, np.int64)
+        return grid[np.repeat(np.arange(len(counts)), counts), at // page].astype(np.int64) * page + at % page
+
+    def place(self, listed: RowList, like_graphs: bool = False) -> Packed:
+        """The same rows on the device, with the plans for attention. like_graphs: see plan_pages."""
+        kind = np.int64 if self.suite is None else np.int32  # as in graphs: kernels are compiled for one of them
         if self.suite is None:
             plans = self._plans(listed.lanes, len(listed.ids))
         else:
-            plans = self._page_plans(listed.pages, batch, like_graphs)
-        return Packed(
-            sent(listed.ids, kind, self.device),
-            sent(listed.positions, kind, self.device),
-            sent(np.concatenate(listed.slots), torch.int64, self.device),
-            plans,
-            sent(listed.wanted, torch.int64, self.device),
-            listed.fed,
-            listed.nodes,
-            listed.rows,
+            assert listed.grid is not None, "rows are listed with their pages"
+            plans = self._page_plans(listed.pages, listed.grid, like_graphs)
+        ids, positions, slots, wanted = sent_together(
+            np.array(listed.ids, kind),
+            np.array(listed.positions, kind),
+            np.concatenate(listed.slots),
+            np.array(listed.wanted, np.int64),
+            device=self.device,
         )
+        return Packed(ids, positions, slots, plans, wanted, listed.fed, listed.nodes, listed.rows)
 
     def attend(
         self,
@@ -229,15 +239,13 @@ class PagedLayout:
             for window, group in self._kinds
         }
 
-    def _page_plans(self, lanes: list[PageLane], batch: Batch, like_graphs: bool) -> dict[tuple[int, int], Any]:
+    def _page_plans(
+        self, lanes: list[PageLane], grid: NDArray[np.int32], like_graphs: bool
+    ) -> dict[tuple[int, int], Any]:
         from faircopy.kernels.gpu.pages import block_length, plan_pages
 
         if not self.layers:  # some draft heads only read
             return {}
-        tables = [self.tables.table(seq) for seq in batch.seqs]
-        grid = np.full((len(tables), max(map(len, tables))), self.scratch // self.tables.page, np.int32)
-        for row, table in zip(grid, tables, strict=True):
-            row[: len(table)] = table
         shortest = min(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
         blocks = -(-grid.shape[1] * self.tables.page // shortest)
         pages = sent(grid, torch.int32, self.device)
@@ -248,12 +256,23 @@ class PagedLayout:
         }
         return {(window, group): plans[group] for window, group in self._kinds}
 
-    def _page_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:
-        """As _lanes, but blocks before the nodes are one lane for all of them."""
+    def _page_lanes(self, batch: Batch, draft: Draft, listed: RowList) -> list[PageLane]:
+        """The lanes of all sequences: as _lanes, but blocks before the nodes of a tree are one lane for all of them."""
+        from faircopy.kernels.gpu.pages import PageLane
+
+        lanes, row = list[PageLane](), 0
+        for i, (fed, live) in enumerate(zip(listed.fed, listed.nodes, strict=True)):
+            count = fed + len(live)
+            if live and not draft.is_chain(i):
+                lanes += self._tree_lanes(draft, i, row, fed, batch.upto[i], live)
+            elif count:
+                lanes.append(PageLane(i, range(row, row + count)))
+            row += count
+        return lanes
+
+    def _tree_lanes(self, draft: Draft, i: int, row: int, fed: int, base: int, live: range) -> list[PageLane]:
         from faircopy.kernels.gpu.pages import PageLane, block_length
 
-        if draft.is_chain(i) or not live:
-            return [PageLane(i, range(row, row + fed + len(live)))] if fed + len(live) else []
         block = base // max(block_length(layer.head_dim, self.itemsize) for layer in self.layers)
         nodes = range(row + fed, row + fed + len(live))
         lanes = [PageLane(i, range(row, row + fed))] if fed else []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.attention import Ints
@@ -25,6 +28,14 @@ def wanted_rows(seq: Sequence, start: int, upto: int, complete: bool, nodes: int
     prompt = max(0, min(upto, len(seq.prompt) - 1) - start) if seq.params.prompt_logprobs is not None else 0
     last = fed - 1 if complete and fed else fed
     return [*range(prompt), *range(max(last, prompt), fed + nodes)]
+
+
+def page_grid(tables: list[list[int]], empty: int) -> NDArray[np.int32]:
+    """Page tables of several sequences side by side, `empty` behind the shorter ones."""
+    counts = np.array([len(table) for table in tables], np.int64)
+    grid = np.full((len(tables), max(map(len, tables), default=0)), empty, np.int32)
+    grid[np.arange(grid.shape[1]) < counts[:, None]] = np.fromiter(chain(*tables), np.int32)
+    return grid
 
 
 def pad_last(x: Tensor, width: int) -> Tensor:

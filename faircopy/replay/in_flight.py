@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.capture import GraphState
@@ -48,15 +47,15 @@ class InFlightStep:
 
     def logprobs_of(self, seq: Sequence, slot: int, report: SlotReport) -> list[Logprobs]:
         """The log probabilities of the tokens that a sequence gained, if it wants them."""
-        best, first = seq.params.logprobs, slot * (self.graph.k + 1)
+        best = seq.params.logprobs
         if best is None:
             return []
+        first = slot * (self.graph.k + 1)
         gained = zip(report.rows, report.tokens, strict=True)
         return [self.logprobs.of(first + row, token, best) for row, token in gained]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotReport:
+class SlotReport(NamedTuple):
     """What a step reports of one batch slot."""
 
     tokens: list[int]
@@ -69,14 +68,15 @@ class SlotReport:
     moved: int  # rows of keys that had to be moved into line
 
     @classmethod
-    def of(cls, row: NDArray[np.int32], columns: ReportColumns) -> SlotReport:
+    def of(cls, row: list[int], columns: ReportColumns) -> SlotReport:
         def numbers(first: int, count: int) -> list[int]:
-            found: list[int] = row[first : first + count].tolist()
-            return found
+            return row[first : first + count]
 
         count, max_nodes, finite = numbers(0, Report.TOKENS)
         accepted = count - 1 if finite else count
         tokens, nodes = numbers(Report.TOKENS, count), numbers(columns.guesses, max_nodes)
+        if not max_nodes:
+            return cls(tokens, 0, bool(finite), [], [], [], [0] * count, 0)
         parents, path, rows = list(range(-1, max_nodes - 1)), list(range(accepted)), list(range(count))
         if columns.tree:
             parents = numbers(columns.parents, max_nodes)

@@ -65,8 +65,8 @@ class CapturedPasses:
         listed = self._layout.list_rows(batch, draft, done)
         size = self._size(listed, batch)
         if size is not None:
-            return self._graph(size).run(listed, batch, ids)
-        packed = self._layout.place(listed, batch, like_graphs=True).with_ids(ids)
+            return self._graph(size).run(listed, ids)
+        packed = self._layout.place(listed, like_graphs=True).with_ids(ids)
         return packed, *self._forward(packed, self._layout)
 
     @torch.no_grad()
@@ -194,12 +194,12 @@ class _PassGraph:
         }
         self._inputs = _Inputs(list(self._fields()), model.device)
         self._packed = self._pack()
-        self._write(RowList(), [])
+        self._write(RowList())
         self._replay = self._capture(pool)
 
     @torch.no_grad()
-    def run(self, listed: RowList, batch: Batch, ids: Tensor | None) -> tuple[Packed, Tensor, dict[int, Tensor]]:
-        self._write(listed, [self._layout.tables.table(seq) for seq in batch.seqs])
+    def run(self, listed: RowList, ids: Tensor | None) -> tuple[Packed, Tensor, dict[int, Tensor]]:
+        self._write(listed)
         if ids is not None:
             self._inputs.tensors["ids"][: len(ids)].copy_(ids)
         self._replay()
@@ -241,17 +241,14 @@ class _PassGraph:
             yield _Field(f"ranges {group}", torch.int32, (tiles, 2), 0)
             yield _Field(f"seqs {group}", torch.int32, (tiles,), 0)
 
-    def _write(self, listed: RowList, tables: list[list[int]]) -> None:
-        most = min(max(map(len, tables), default=0), self._tables.pages)  # a draft model's context may be shorter
-        pages = np.full((len(tables), most), self._tables.scratch_page, np.int32)
-        for row, table in zip(pages, tables, strict=True):
-            row[: len(table)] = table[:most]
+    def _write(self, listed: RowList) -> None:
+        pages = np.zeros((0, 0), np.int32) if listed.grid is None else listed.grid
         values: dict[str, NDArray[Any]] = {
             "slots": np.concatenate(listed.slots) if listed.slots else np.zeros(0, np.int64),
             "wanted": np.array(listed.wanted, np.int64),
             "ids": np.array(listed.ids, np.int32),
             "positions": np.array(listed.positions, np.int32),
-            "tables": pages,
+            "tables": pages[:, : self._tables.pages],  # a draft model's context may be shorter
         }
         for group, height in self._heights.items():
             tiles = TileList.cut(listed.pages, height)

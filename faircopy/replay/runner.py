@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pages import PATH
-from faircopy.kernels.gpu.records import EMPTY_SLOT, Control, ReportColumns, control_columns
+from faircopy.kernels.gpu.records import EMPTY_SLOT, MAX_WORD, Control, ReportColumns, control_columns
 from faircopy.kernels.gpu.sampler import SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.kernels.transfer import sent
 from faircopy.layout.paged import PagedLayout
+from faircopy.layout.rows import page_grid
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport
 from faircopy.replay.settings import Rows, fits_device, write_settings
@@ -43,6 +45,7 @@ from faircopy.verify.base import numerics_error
 TILE = 128  # query rows times heads per key head that a captured step verifies in one tile
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch slots that graphs are made for
 TIMED_TOKENS = 512  # of the texts that steps are timed with
+LATEST = MAX_WORD  # tokens at the end of a text that every step may read: its last two, and those of a bad word
 FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not packed
 
 
@@ -130,7 +133,9 @@ class CapturedRunner:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
         if step.done is not None:
             step.done.synchronize()
-        reports, columns = step.report.numpy(), ReportColumns(step.graph.k + 1, step.graph.trees is not None)
+        reports: list[list[int]] = step.report.numpy().tolist()
+        k = step.graph.k
+        columns = ReportColumns(k + 1, step.graph.trees is not None)
         batch = Batch([], [], [], shared_k=step.plan.batch.shared_k)
         draft, decisions = Draft([], []), []
         for seq, slot in step.batch_slots.items():
@@ -139,7 +144,10 @@ class CapturedRunner:
                 batch.add(seq, len(seq.tokens), report.max_nodes)
                 draft.tokens.append(report.nodes)
                 draft.parents.append(report.parents)
-                decisions.append(self._commit(seq, report, step, slot))
+                self._note_cached(seq, report, k)
+                error = None if report.finite else numerics_error(seq)
+                logprobs = step.logprobs_of(seq, slot, report)
+                decisions.append(Decision(report.path, report.tokens, logprobs, error=error))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens)
         return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful, captured=True)
 
@@ -220,16 +228,14 @@ class CapturedRunner:
 
     def _steady(self, batch: Batch, i: int) -> bool:
         seq = batch.seqs[i]
-        return fits_device(seq) and batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+        return batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
 
-    def _commit(self, seq: Sequence, report: SlotReport, step: InFlightStep, slot: int) -> Decision:
-        """Note what the caches hold now, and return what the sequence gained."""
+    def _note_cached(self, seq: Sequence, report: SlotReport, k: int) -> None:
+        """Note what the caches hold after a step of k nodes."""
         length, accepted = len(seq.tokens), len(report.path)
         self._layout.set_cached(seq, length + accepted)
         self._layout.moved += report.moved
-        self._drafter.commit(seq, length, accepted, step.graph.k)
-        error = None if report.finite else numerics_error(seq)
-        return Decision(report.path, report.tokens, step.logprobs_of(seq, slot, report), error=error)
+        self._drafter.commit(seq, length, accepted, k)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
@@ -336,25 +342,35 @@ class CapturedRunner:
         table = control.numpy()[: graph.size]
         table[:, : Control.PAGES] = EMPTY_SLOT
         table[:, Control.PAGES :] = graph.scratch // graph.page
-        for (seq, slot), nodes in zip(slots.items(), max_nodes, strict=True):
-            self._write_row(table[slot], seq, nodes, fresh)
+        if slots:
+            rows, pages = self._control_rows(slots, max_nodes, fresh), self._pages_of(slots, graph)
+            where = [*slots.values()]
+            table[where, : Control.PAGES], table[where, Control.PAGES : Control.PAGES + pages.shape[1]] = rows, pages
         graph.batch_slots.control.copy_(control[: graph.size], non_blocking=True)
         self._copied[self._turn] = self._mark()
 
-    def _write_row(self, row: NDArray[np.int32], seq: Sequence, max_nodes: int, fresh: bool) -> None:
-        temperature, seed = seq.params.temperature, rng.mix(seq.seed)
-        row[: Control.PAGES] = control_columns(fresh, len(seq.tokens), seq.limit, max_nodes, temperature, seed)
-        pages = self._tables.table(seq)
-        row[Control.PAGES : Control.PAGES + len(pages)] = pages
+    @staticmethod
+    def _control_rows(slots: Iterable[Sequence], max_nodes: list[int], fresh: bool) -> list[list[int]]:
+        """What control rows hold before the page tables."""
+        return [
+            control_columns(fresh, len(seq.tokens), seq.limit, nodes, seq.params.temperature, rng.mix(seq.seed))
+            for seq, nodes in zip(slots, max_nodes, strict=True)
+        ]
+
+    def _pages_of(self, slots: Iterable[Sequence], graph: GraphState) -> NDArray[np.int32]:
+        return page_grid([self._tables.table(seq) for seq in slots], graph.scratch // graph.page)
 
     def _write_history(self, slots: dict[Sequence, int]) -> None:
-        """Write the texts so far to the device: n-gram lookup and draft heads read them there."""
-        rows = np.concatenate([np.full(len(seq.tokens), slot) for seq, slot in slots.items()])
-        cols = np.concatenate([np.arange(len(seq.tokens)) for seq in slots])
-        text = np.concatenate([np.array(seq.tokens, np.int32) for seq in slots])
-        history = self._batch_slots.history
-        where = tuple(sent(part, torch.int64, history.device) for part in (rows, cols))
-        history.index_put_(where, sent(text, torch.int32, history.device))
+        """Write what is read of the texts so far to the device: n-gram lookup reads all, others the latest tokens."""
+        latest, history = self._drafter.latest, self._batch_slots.history
+        least = 0 if latest is None else -max(latest, LATEST)
+        texts = [seq.tokens[least:] for seq in slots]
+        counts = np.array([len(text) for text in texts])
+        ends, rows = np.cumsum(counts), np.repeat(np.array([*slots.values()]), counts)
+        behind = np.array([len(seq.tokens) for seq in slots]) - ends  # from a token's place here to that in its text
+        cols = np.arange(ends[-1]) + np.repeat(behind, counts)
+        table = sent(np.stack([rows, cols, np.fromiter(chain(*texts), np.int64)]), torch.int64, history.device)
+        history.index_put_((table[0], table[1]), table[2].to(history.dtype))
 
     def _report(self, graph: GraphState) -> tuple[Tensor, LogprobReport]:
         """Host memory for what a step reports."""

@@ -40,12 +40,11 @@ def write_settings(of: SamplingSlots, slots: dict[Sequence, int], known: Rows) -
     """
     rows = {seq: known[seq] if seq in known else _settings_row(seq, of.counts.shape[1]) for seq in slots}
     table = np.zeros(of.settings.shape, np.int32)
+    table[[*slots.values()]] = np.stack([*rows.values()])
     for seq, slot in slots.items():
-        table[slot] = rows[seq]
-        asks = int(rows[seq][Setting.ASKS])
-        if asks & Asks.PENALTIES:
+        if seq.params.penalises:
             _write_counts(of.counts[slot], seq)
-        if asks & Asks.BIAS:
+        if seq.params.logit_bias:
             _write_bias(of.bias[slot], seq)
     of.settings.copy_(sent(table, torch.int32, of.settings.device))
     return rows

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode
@@ -19,6 +19,7 @@ from faircopy.model.runner import Runner
 READS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__")
 SENDS = ("tensor", "new_tensor")  # from memory that is not pinned: the host waits for the device first
 INDEXING = ("__getitem__", "__setitem__")  # an index of the host's is sent in the same way
+Told = Callable[[str], None]  # is told a name
 KERNELS = ((sampling, "gumbel_argmax"), (filters, "thresholds"))  # a few launches on a GPU
 
 
@@ -36,16 +37,18 @@ class HostCost:
     def __enter__(self) -> Self:
         for owner, name in self._left_out:
             self._leave_out(owner, name)
-        self._stack.enter_context(_Waits(self))
-        self._stack.enter_context(_Operators(self))
+        self._stack.enter_context(counted(self._counting(self.operators), self._counting(self.waits)))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    @property
-    def counting(self) -> bool:
-        return self._depth == 0
+    def _counting(self, found: Counter[str]) -> Told:
+        def told(name: str) -> None:
+            if self._depth == 0:
+                found[name] += 1
+
+        return told
 
     def _leave_out(self, owner: Any, name: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
@@ -62,26 +65,32 @@ class HostCost:
         self._stack.callback(lambda: setattr(owner, name, inner) if own else delattr(owner, name))
 
 
+@contextmanager
+def counted(operator: Told, wait: Told) -> Iterator[None]:
+    """Inside, these are told the names of torch operators, and of what may wait for a device."""
+    with _Waits(wait), _Operators(operator):
+        yield
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, cost: HostCost) -> None:
+    def __init__(self, told: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cost = cost
+        self._told = told
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._cost.counting:
-            self._cost.operators[func.__name__] += 1
+        self._told(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 class _Waits(TorchFunctionMode):
-    def __init__(self, cost: HostCost) -> None:
+    def __init__(self, told: Told) -> None:
         super().__init__()
-        self._cost = cost
+        self._told = told
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if self._cost.counting and (name in READS + SENDS or (name in INDEXING and _on_host(args[1]))):
-            self._cost.waits[name] += 1
+        if name in READS + SENDS or (name in INDEXING and _on_host(args[1])):
+            self._told(name)
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.launch import hopper, power
+from faircopy.kernels.transfer import sent_together
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
@@ -28,8 +29,7 @@ GRAPH_ROWS = 1024  # passes of more rows are launched kernel by kernel
 SPAN = 512  # keys whose results are merged with those of other spans: part of the numbers' definition
 
 
-@dataclass(frozen=True, slots=True)
-class PageLane:
+class PageLane(NamedTuple):
     """Packed rows of one sequence that see the same keys, as far as their positions let them."""
 
     seq: int
@@ -88,14 +88,10 @@ def _cut(lanes: list[PageLane], most: int, tables: Tensor, page: int, blocks: in
     even = 0 if least > 1 else _even([(lane.seq, list(cut)) for lane, cut in cuts], tables.shape[0])
     numbers = np.array([[lane.first, lane.stop, lane.seq, lane.base] for lane, _ in cuts], np.int32).reshape(-1, 4)
     tree = any(len(lane.path) for lane in lanes)
-
-    def sent(array: Any) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(tables.device, non_blocking=True)
-
-    return PagePlan(
-        sent(rows), sent(numbers[:, :2]), sent(numbers[:, 2]), tables, page, blocks,
-        sent(numbers[:, 3]) if tree else None, sent(paths) if tree else None, even,
-    )  # fmt: skip
+    parts = [rows, numbers[:, :2], numbers[:, 2], *((numbers[:, 3], paths) if tree else ())]
+    tiles, ranges, seqs, *tails = sent_together(*map(np.ascontiguousarray, parts), device=tables.device)
+    bases, through = tails or (None, None)
+    return PagePlan(tiles, ranges, seqs, tables, page, blocks, bases, through, even)
 
 
 def tile_height(group: int, line_bytes: int = 0) -> int:
@@ -177,13 +173,15 @@ class TileList:
 
     @classmethod
     def cut(cls, lanes: list[PageLane], height: int) -> TileList:
-        """Chains cut into tiles; there are no trees among them."""
-        cuts = [(lane, lane.rows[at : at + height]) for lane in lanes for at in range(0, len(lane.rows), height)]
-        rows = np.full((len(cuts), height), -1, np.int32)
-        for n, (_, cut) in enumerate(cuts):
-            rows[n, : len(cut)] = cut
-        numbers = np.array([[lane.first, lane.stop, lane.seq] for lane, _ in cuts], np.int32).reshape(-1, 3)
-        return cls(rows, numbers[:, :2], numbers[:, 2])
+        """Chains, whose rows follow each other, cut into tiles; there are no trees among them."""
+        begins = [(lane.rows[0], len(lane.rows), lane.first, lane.stop, lane.seq) for lane in lanes]
+        table = np.array(begins, np.int32).reshape(-1, 5)
+        tiles = -(-table[:, 1] // height)
+        numbers = np.repeat(table, tiles, axis=0)
+        place = np.arange(len(numbers)) - np.repeat(np.cumsum(tiles) - tiles, tiles)  # of a tile in its lane
+        inside = place[:, None] * height + np.arange(height)
+        rows = np.where(inside < numbers[:, 1:2], numbers[:, :1] + inside, -1).astype(np.int32)
+        return cls(rows, numbers[:, 2:4], numbers[:, 4])
 
 
 def _even(tiles: list[tuple[int, list[int]]], seqs: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from functools import lru_cache
 
 import numpy as np
 import triton.language as tl
@@ -106,8 +107,14 @@ def float_bits(number: float) -> int:
 
 def control_columns(fresh: bool, length: int, limit: int, max_nodes: int, temperature: float, seed: int) -> list[int]:
     """The columns before the page table, in the order of Control; seed is scrambled already."""
+    return [int(fresh), length, limit, max_nodes, *_drawing_columns(temperature, seed)]
+
+
+@lru_cache(4096)
+def _drawing_columns(temperature: float, seed: int) -> tuple[int, int, int]:
+    """What does not change while a sequence runs."""
     low, high = (int(np.uint32(half).astype(np.int32)) for half in (seed & 0xFFFFFFFF, seed >> 32))
-    return [int(fresh), length, limit, max_nodes, float_bits(temperature), low, high]
+    return float_bits(temperature), low, high
 
 
 # A batch slot without a sequence: it feeds one token into the scratch page in every step.
