@@ -150,6 +150,7 @@ class Recorded:
 
     def _attach_captured(self, captured: CapturedHead) -> None:
         plan_growth = captured.plan_growth
+        captured.latest = None  # drafts are found by the whole text
 
         def planned(graph: GraphState) -> Work:
             grow, slots = plan_growth(graph), graph.batch_slots
