@@ -144,7 +144,7 @@ def _chosen(record: dict[str, Any], rule: tables.Rule) -> list[int]:
     groups = 1 if record["gated"] else group_count(inner, outputs)
     fastest: list[float] = min(record["tiles"], key=lambda row: row[-1])
     tile, stored = _PIPELINED[int(groups > 1)], outputs // 2 if record["gated"] else outputs
-    many = record["rows"] >= tables.TIMED_PIPELINED and (record["gated"] or groups > 1)
+    many = record["rows"] >= tables.PROMPTS and (record["gated"] or groups > 1)
     if many and tables.can_pipeline(tile, stored, inner, groups):
         timed = [us for *entry, us in record["tiles"] if tables.as_tile(entry) == tile]
         expected = [tables.microseconds(e, record["rows"], outputs, inner, groups) for e in rule

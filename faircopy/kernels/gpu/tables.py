@@ -25,7 +25,8 @@ STAGES = 1536  # rows and columns, 64 inputs deep, of all stages of a block that
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
 # Numbers of rows that together use every tile which any number of rows would use: see `rounded`, tables and heights.
 TILE_ROWS = (1, 2, 8, 16, 32, 64, 96, *range(128, 513, 64), *range(768, 4097, 256))
-TIMED_PIPELINED = 1024  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
+TIMED_PIPELINED = 192  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
+PROMPTS = 1024  # rows from which on products are long enough to be limited by the chip's power
 MANY_ROUNDS = 4  # of blocks over all processors: the output layer's
 
 
@@ -117,7 +118,7 @@ def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gat
 
     fitting = [e for e in rule if e.grouped == (groups > 1)]
     piped = [e for e in fitting if pipelines(e.tile)]
-    if groups > 1 and piped:  # sums in registers: 16 to 25 % faster than all others that were timed
+    if groups > 1 and rows >= PROMPTS and piped:  # sums in registers: 16 to 25 % faster than all others
         return min(piped, key=taken).tile
     others = [e for e in fitting if not e.tile.pipelined and (rows <= 512 or not e.tile.apart)]
     return min(others + piped, key=taken).tile
