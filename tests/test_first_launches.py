@@ -95,10 +95,13 @@ def engine_for(models: Models, drafter: str | None, **options: Any) -> tuple[Eng
     return build_engine(models.target, ngram, draft=draft, config=config, suite=KERNELS), config
 
 
-def warm(engine: Engine) -> None:
+def warm(engine: Engine, device: IdleDevice) -> None:
     """All launches of a warm-up, and then times of a device on which small passes cost about the same."""
     engine.rehearse()
+    ahead = set(device.variants)
     engine.warm_up()
+    late = {name for name, _ in device.variants - ahead}
+    assert not late, f"compiled one after the other: {late}"
     assert engine.target.passes is not None
     engine.target.passes.times = {rows: 1e-3 * (1 + rows / 256) for rows in engine.target.passes.times}
 
@@ -167,7 +170,7 @@ def test_no_request_needs_a_new_variant(models: Models, case: str) -> None:
     drafter, options = CASES[case]
     engine, config = engine_for(models, drafter, **options)
     models.device.variants.clear()
-    warm(engine)
+    warm(engine, models.device)
     known, source = set(models.device.variants), random.Random(0)
     if config.auto:
         choose_at_random(engine, source)

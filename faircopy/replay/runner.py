@@ -163,8 +163,7 @@ class CapturedRunner:
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
-        # a draft head reads tokens that kernels choose, and none run
-        for nodes in self._sizes(() if self._drafter.reads_hidden_states is not None else lengths):
+        for nodes in self._sizes(lengths):
             for size in self._buckets:
                 self._make_step(self._make_state(size, nodes)).warm()
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -106,10 +107,20 @@ first_launches: list[str] = []  # kernels by name, once per variant: each may ha
 _AHEAD: ContextVar[bool] = ContextVar("compiling ahead", default=False)
 
 
+class _ZeroedMemory(TorchFunctionMode):
+    """New tensors are zero: kernels that would write them do not run, and what is read as a token or row must exist."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else made
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """Within, launches run nothing: their variants are compiled side by side, and are there when the context ends."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool), _ZeroedMemory():
         token = _AHEAD.set(True)
         try:
             yield
