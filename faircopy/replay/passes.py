@@ -42,6 +42,7 @@ ROWS = (
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 LARGER = tuple(rows for rows in TILE_ROWS if rows > WANTED)  # of passes that are launched kernel by kernel, or logits
+UNCAPTURED = 2 * GRAPH_ROWS  # rows of a pass without a graph
 MOST_WANTED = 1024  # rows whose logits are rehearsed at most: they take memory
 
 
@@ -79,6 +80,8 @@ class CapturedPasses:
         """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
+        if self._pool is not None:
+            self._make(UNCAPTURED)  # its kernels are loaded now, not by the first request with a long prompt
 
     def rehearse(self) -> None:
         """Make every launch once, those of passes without a graph too; for kernels that are compiled ahead."""
