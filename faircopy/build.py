@@ -231,7 +231,11 @@ def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> Capt
 
     if eager_because(runner.model, layout):
         return None
-    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool)
+    if config.memory is None:
+        return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool)
+    wanted = config.max_batch * (config.k + 1)  # prompts have none
+    rows = config.chunk_on(runner.model.device) + wanted  # as planning/memory.py counts them
+    return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool, rows, wanted)
 
 
 def build_captured(

@@ -50,10 +50,22 @@ class CapturedPasses:
     """Runs the passes of one model over one cache, as graphs where they fit."""
 
     def __init__(
-        self, model: Model, layout: PagedLayout, max_seqs: int, wants: tuple[int, ...] = (), pool: Any = None
+        self,
+        model: Model,
+        layout: PagedLayout,
+        max_seqs: int,
+        wants: tuple[int, ...] = (),
+        pool: Any = None,
+        most_rows: int = TILE_ROWS[-1],
+        most_wanted: int = MOST_WANTED,
     ) -> None:
-        """pool: memory of graphs, which may be shared with others that are replayed on the same stream."""
+        """pool: memory of graphs, which may be shared with others that are replayed on the same stream.
+
+        most_rows: of a pass, and most_wanted: of those the rows whose logits are computed: no more is rehearsed, for
+        it takes memory.
+        """
         self._model, self._layout, self._wants = model, layout, wants
+        self._most_rows, self._most_wanted = most_rows, most_wanted
         self._tables = _Tables(layout, max_seqs, model.context)
         self._graphs: dict[int, _PassGraph] = {}
         self._pool = pool
@@ -80,15 +92,16 @@ class CapturedPasses:
         """Capture all graphs now, the largest first, so that the others reuse its memory, and time them."""
         for rows in sorted(self._sizes(), reverse=True):
             self.times[rows] = self._graph(rows).measure()
-        if self._pool is not None:
-            self._make(UNCAPTURED)  # its kernels are loaded now, not by the first request with a long prompt
+        if self._pool is not None and self._most_rows > GRAPH_ROWS:
+            # its kernels are loaded now, not by the first request with a long prompt
+            self._make(min(UNCAPTURED, self._most_rows))
 
     def rehearse(self) -> None:
         """Make every launch once, those of passes without a graph too; for kernels that are compiled ahead."""
         for rows in self._sizes():
             self._make(rows)
-        for rows in LARGER:
-            self._make(rows, wanted=min(rows, MOST_WANTED))
+        for rows in sorted({min(rows, self._most_rows) for rows in LARGER}):
+            self._make(rows, wanted=min(rows, self._most_wanted))
         for context in (
             (SPAN // 2, SPAN + 1) if self._wants else ()
         ):  # heads draft trees, also where steps are not captured
