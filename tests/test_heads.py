@@ -406,6 +406,25 @@ def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str]
         assert engine.meter.drafted > 0
 
 
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_of_fewer_rows_than_a_head_has_levels_are_read_too(
+    checkpoint: Callable[..., str], method: str, chunk: int
+) -> None:
+    """Captured steps follow behind a prompt that was read a few rows at a time."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    head = head_for(folder, load(folder), method)
+    assert head.levels > chunk
+    config = EngineConfig(cache_memory="8MiB", chunk=chunk, k=3)
+    engine = build_engine(fused(folder), draft=head, config=config, suite=TWINS)
+    run(engine, [Request(tuple(range(3, 20)), SamplingParams(max_tokens=8, ignore_eos=True))])
+    assert engine.meter.captured_steps > 0 and engine.meter.drafted > 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_that_are_off_read_nothing_and_timing_writes_nothing(checkpoint: Callable[..., str], method: str) -> None:
     pytest.importorskip("triton")
