@@ -115,9 +115,10 @@ class CapturedPasses:
             self._graphs[rows] = self._make(rows, self._pool)
         return self._graphs[rows]
 
-    def _make(self, rows: int, pool: Any = None, wanted: int = WANTED) -> _PassGraph:
-        """Without a pool nothing is captured."""
-        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, wanted)
+    def _make(self, rows: int, pool: Any = None, wanted: int | None = None) -> _PassGraph:
+        """Without a pool nothing is captured. wanted: rows whose logits are computed at most; None: WANTED."""
+        most = WANTED if wanted is None else wanted
+        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, most)
 
 
 class _Tables:
