@@ -796,3 +796,28 @@ def test_rehearsing_leaves_nothing_behind(checkpoint: Callable[..., str], method
     engine.drafter.rehearse()
     engine.tables.check()
     assert engine.tables.pool.available == free
+
+
+@pytest.mark.parametrize("context", [1, 2, 40, 512])
+def test_rehearsing_keeps_to_the_context(
+    checkpoint: Callable[..., str], context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A position that a model does not know is an error, on a GPU one that no later launch survives."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from faircopy.replay import passes
+    from tests.test_replay import fused, shorter
+
+    folder, seen = checkpoint("llama"), []
+    model = shorter(fused(folder), context)
+    head = head_for(folder, load(folder), "clover")
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=1), suite=TWINS)
+    monkeypatch.setattr(passes, "ROWS", (4,))
+    monkeypatch.setattr(passes, "LARGER", ())
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda packed, *more: (seen.append(int(packed.positions.max())), forward(packed, *more))[1]
+    )
+    assert engine.target.passes is not None
+    engine.target.passes.rehearse()
+    assert max(seen) < context

@@ -86,10 +86,9 @@ class CapturedPasses:
             self._make(rows)
         for rows in LARGER:
             self._make(rows, wanted=min(rows, MOST_WANTED))
-        for context in (
-            (SPAN // 2, SPAN + 1) if self._wants else ()
-        ):  # heads draft trees, also where steps are not captured
-            layout, packed = tree_scene(self._model, context, self._tables.page)
+        room = self._model.context - 1  # of a text with a node behind it: models may know no later position
+        for context in {min(room, SPAN // 2), min(room, SPAN + 1)} - {0} if self._wants else ():
+            layout, packed = tree_scene(self._model, context, self._tables.page)  # heads draft trees in eager steps too
             self._forward(packed, layout)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
