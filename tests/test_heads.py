@@ -406,6 +406,25 @@ def test_heads_may_be_off_for_some_captured_steps(checkpoint: Callable[..., str]
         assert engine.meter.drafted > 0
 
 
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_of_fewer_rows_than_a_head_has_levels_are_read_too(
+    checkpoint: Callable[..., str], method: str, chunk: int
+) -> None:
+    """Captured steps follow behind a prompt that was read a few rows at a time."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    head = head_for(folder, load(folder), method)
+    assert head.levels > chunk
+    config = EngineConfig(cache_memory="8MiB", chunk=chunk, k=3)
+    engine = build_engine(fused(folder), draft=head, config=config, suite=TWINS)
+    run(engine, [Request(tuple(range(3, 20)), SamplingParams(max_tokens=8, ignore_eos=True))])
+    assert engine.meter.captured_steps > 0 and engine.meter.drafted > 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_that_are_off_read_nothing_and_timing_writes_nothing(checkpoint: Callable[..., str], method: str) -> None:
     pytest.importorskip("triton")
@@ -777,3 +796,28 @@ def test_rehearsing_leaves_nothing_behind(checkpoint: Callable[..., str], method
     engine.drafter.rehearse()
     engine.tables.check()
     assert engine.tables.pool.available == free
+
+
+@pytest.mark.parametrize("context", [1, 2, 40, 512])
+def test_rehearsing_keeps_to_the_context(
+    checkpoint: Callable[..., str], context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A position that a model does not know is an error, on a GPU one that no later launch survives."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from faircopy.replay import passes
+    from tests.test_replay import fused, shorter
+
+    folder, seen = checkpoint("llama"), []
+    model = shorter(fused(folder), context)
+    head = head_for(folder, load(folder), "clover")
+    engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=1), suite=TWINS)
+    monkeypatch.setattr(passes, "ROWS", (4,))
+    monkeypatch.setattr(passes, "LARGER", ())
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda packed, *more: (seen.append(int(packed.positions.max())), forward(packed, *more))[1]
+    )
+    assert engine.target.passes is not None
+    engine.target.passes.rehearse()
+    assert max(seen) < context

@@ -506,7 +506,9 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
 
     def counted(self, rows):  # type: ignore[no-untyped-def]
         sizes.append(rows)
-        return graph(self, rows)
+        made = graph(self, rows)
+        assert len(made._logits) == min(rows, 6), "the wanted rows' logits alone"
+        return made
 
     monkeypatch.setattr(graphs.CapturedPasses, "_graph", counted)
     far = SamplingParams(max_tokens=23, logprobs=21)  # not for captured steps

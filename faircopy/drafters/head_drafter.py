@@ -83,9 +83,8 @@ class HeadDrafter(Drafter):
         part = Batch([], [], [])
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
-            upto = min(upto, cached + self._chunk)
             if known is not None and upto - cached > self._head.levels and seq not in batch.idle:
-                part.add(seq, upto, 0)
+                part.add(seq, min(upto, cached + self._chunk), 0)
         if part.seqs:
             self._read(part)
 

@@ -102,10 +102,9 @@ class CapturedPasses:
             self._make(rows)
         for rows in sorted({min(rows, self._most_rows) for rows in LARGER}):
             self._make(rows, wanted=min(rows, self._most_wanted))
-        for context in (
-            (SPAN // 2, SPAN + 1) if self._wants else ()
-        ):  # heads draft trees, also where steps are not captured
-            layout, packed = tree_scene(self._model, context, self._tables.page)
+        room = self._model.context - 1  # of a text with a node behind it: models may know no later position
+        for context in {min(room, SPAN // 2), min(room, SPAN + 1)} - {0} if self._wants else ():
+            layout, packed = tree_scene(self._model, context, self._tables.page)  # heads draft trees in eager steps too
             self._forward(packed, layout)
 
     def mixed_step_rows(self, step_ms: float | None) -> int:
@@ -131,9 +130,10 @@ class CapturedPasses:
             self._graphs[rows] = self._make(rows, self._pool)
         return self._graphs[rows]
 
-    def _make(self, rows: int, pool: Any = None, wanted: int = WANTED) -> _PassGraph:
-        """Without a pool nothing is captured."""
-        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, wanted)
+    def _make(self, rows: int, pool: Any = None, wanted: int | None = None) -> _PassGraph:
+        """Without a pool nothing is captured. wanted: rows whose logits are computed at most; None: WANTED."""
+        most = WANTED if wanted is None else wanted
+        return _PassGraph(self._model, self._layout, self._tables, rows, self._wants, pool, most)
 
 
 class _Tables:
