@@ -135,6 +135,12 @@ LOG = Law("log", 1.5, 0.3, 0.5)
 POWER = Law("power", 4.0, 2.0, 0.3, exponent=0.4)
 
 
+@cache
+def report_of(law: Law, noise: float = 0.02) -> laws_report.MeasureReport:
+    """Of the whole grid: fits draw it again some hundred times."""
+    return laws_report.report(results_of(law, POINTS, noise), MAIN)
+
+
 def test_a_target_in_the_present_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert name_of(".") == tmp_path.name == name_of(str(tmp_path)) and name_of("Qwen/Qwen3-8B") == "Qwen3-8B"
@@ -148,7 +154,7 @@ def test_a_grid_begins_with_the_text_then_depths_then_seeds() -> None:
 
 @pytest.mark.parametrize("law", [LOG, POWER], ids=["log", "power"])
 def test_the_law_that_was_put_in_is_found(law: Law) -> None:
-    report = laws_report.report(results_of(law, POINTS), MAIN)
+    report = report_of(law)
     assert report.best.law.form == law.form
     for name in ("constant", "text", "depth", "exponent"):
         found = report.best.coefficient(name)
@@ -159,7 +165,7 @@ def test_the_law_that_was_put_in_is_found(law: Law) -> None:
 
 
 def test_intervals_shrink_with_less_noise_and_grow_outside() -> None:
-    wide, narrow = (laws_report.report(results_of(LOG, POINTS, noise), MAIN).joint["log"] for noise in (0.2, 0.01))
+    wide, narrow = (report_of(LOG, noise).joint["log"] for noise in (0.2, 0.01))
     size = [interval.high - interval.low for interval in (f.interval(Point(1 << 21)) for f in (wide, narrow))]
     assert size[0] > 2 * size[1]
     far = narrow.interval(Point(1 << 36))
@@ -173,7 +179,7 @@ def costs(draft: float) -> Costs:
 
 def test_predictions_weigh_what_a_head_costs() -> None:
     results = results_of(LOG, POINTS)
-    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    fits, trees = report_of(LOG).plausible, small_trees(results)
     assert set(trees) == {0, 4, 16, 60} and 0 < trees[4](3.0) < trees[16](3.0) < trees[60](3.0) == pytest.approx(3.0)
     free, dear, useless = (predict(fits, trees, costs(s), 1, 8.0, True).best for s in (1e-9, 2e-4, 1.0))
     assert free.point.layers == 6 and free.nodes == 60
@@ -199,7 +205,7 @@ def test_the_second_stage_is_part_of_the_budget(tmp_path: Path) -> None:
 
 
 def test_no_more_tokens_are_accepted_than_drafted() -> None:
-    fits = laws_report.report(results_of(LOG, POINTS), MAIN).plausible
+    fits = report_of(LOG).plausible
     best = predict(fits, {2: SmallTree(2, 1.0, 0.1)}, costs(1e-9), 1, 1e6, True).best
     assert fits[0].law(best.point) > 3 and 1.9 < best.accepted <= best.accepted_interval.high < 2
 
@@ -221,7 +227,7 @@ def counted(accepted: float) -> dict[str, list[int]]:
 
 def test_predictions_say_when_they_extrapolate() -> None:
     results = results_of(LOG, POINTS)
-    fits, trees = laws_report.report(results, MAIN).plausible, small_trees(results)
+    fits, trees = report_of(LOG).plausible, small_trees(results)
     assert predict(fits, trees, costs(1e-9), 1, 8.0, True).best.warnings == ()
     warnings = predict(fits, trees, costs(1e-9), 1, 1e6, False).best.warnings
     assert "another target" in warnings[0] and "times the largest measured" in warnings[1]
