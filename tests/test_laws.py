@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from faircopy.laws.plan import _written as written_texts
 from faircopy.laws.points import Point, Result, append_result, grid, read_results, refuse_other_settings
 from faircopy.laws.predict import Costs, parse_time, predict, training_seconds
 from faircopy.laws.run import GridRun
+from faircopy.laws.timing import level_times
 from faircopy.laws.trees import SmallTree, small_trees
 from faircopy.model.loader import load_model, load_stock
 from faircopy.train.heads import Teacher
@@ -380,7 +381,7 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
     text.write_text(" ".join(bundled.prompts()[:48]))
     prompts.write_text("".join(json.dumps({"prompt": prompt[:40]}) + "\n" for prompt in bundled.prompts()[:3]))
     run = ("run", "--data", str(text), "--prompts", str(prompts), "--out", str(out), "--smallest", "256", "--rows", "2")
-    run += ("--length", "64", "--new", "16", "--seeds", "1", "--device", "cpu")
+    run += ("--length", "64", "--new", "10", "--seeds", "1", "--device", "cpu")
 
     def append_behind_head(path: Path, result: Result) -> None:
         """A kill between the two must not lose the best head: its result would keep it from being trained again."""
@@ -404,6 +405,7 @@ def test_the_command_line_runs_resumes_fits_and_predicts(
     file, picture = str(out / "results.jsonl"), tmp_path / "laws.png"
     for name in ("REPEATS", "CONTEXT"):  # what a level costs is not what is tested
         monkeypatch.setattr(f"faircopy.laws.timing.{name}", 1)
+    monkeypatch.setattr("faircopy.laws.costs.level_times", partial(level_times, rows=(1, 2, 8)))
     assert call(monkeypatch, "fit", file, "--plot", str(picture)) == 0
     assert picture.stat().st_size > 1000 and "inside" in capsys.readouterr().out
     assert call(monkeypatch, "fit", file, "--json") == 0
