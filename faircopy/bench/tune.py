@@ -19,7 +19,7 @@ from faircopy.bench.timing import graph_ms
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.launch import compiled_ahead, hopper
 from faircopy.kernels.gpu.linear import Linear
-from faircopy.kernels.gpu.tables import STREAMED, Tile, as_entry
+from faircopy.kernels.gpu.tables import NARROW, STREAMED, Tile, as_entry
 from faircopy.kernels.groups import group_count
 
 # Rows timed for each bucket: what verifying and reading prompts really bring. Other numbers use the next bucket.
@@ -27,7 +27,6 @@ ROWS = {
     16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 192: 192, 256: 256, 320: 320, 384: 384, 512: 512, 768: 768, 1024: 1024,
     2560: 2400,
 }  # fmt: skip
-NARROW = 64  # rows up to which devices that do not stream have narrow tiles
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds

@@ -20,6 +20,7 @@ from faircopy.kernels.gpu.launch import power
 
 FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 128  # rows up to which products on Hopper are streamed
+NARROW = 64  # rows up to which other devices have narrow tiles
 PROCESSORS = 132  # of the chip that tables and rules were measured on
 STAGES = 1536  # rows and columns, 64 inputs deep, of all stages of a block that has a processor to itself
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
@@ -86,7 +87,7 @@ class Plan:
         if self.streams and tensor_cores and rows <= STREAMED:
             return streamed_tile(rows, self.shape[0], groups)
         found = _nearest(known, rows) if known else None
-        if found is None and self.rule and tensor_cores and rows > STREAMED:
+        if found is None and self.rule and tensor_cores and rows > NARROW:
             found = ruled_tile(self.rule, rounded(rows), *self.shape, groups, known is self.halves)
         if found is None or (found.wide and not tensor_cores):
             return default_tile(rows, tensor_cores, self.depth)
