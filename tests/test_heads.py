@@ -423,6 +423,10 @@ def test_chunks_of_fewer_rows_than_a_head_has_levels_are_read_too(
     engine = build_engine(fused(folder), draft=head, config=config, suite=TWINS)
     run(engine, [Request(tuple(range(3, 20)), SamplingParams(max_tokens=8, ignore_eos=True))])
     assert engine.meter.captured_steps > 0 and engine.meter.drafted > 0
+    captured = engine.meter.captured_steps
+    engine.add(Request((5, 6), SamplingParams(max_tokens=15, ignore_eos=True, logprobs=21)))  # not for captured steps
+    run(engine, [Request(tuple(range(4, 26)), SamplingParams(max_tokens=30, ignore_eos=True))])
+    assert engine.meter.captured_steps > captured, "rows that were left beside it are made up for"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -84,7 +84,8 @@ class HeadDrafter(Drafter):
         for seq, upto in zip(batch.seqs, batch.upto, strict=True):
             known, cached = self._known.get(seq), self._layout.cached(seq)
             if known is not None and upto - cached > self._head.levels and seq not in batch.idle:
-                part.add(seq, min(upto, cached + self._chunk), 0)
+                most = max(self._chunk, self._head.levels + 1)  # more than a step adds: what was left is made up for
+                part.add(seq, min(upto, cached + most), 0)
         if part.seqs:
             self._read(part)
 
