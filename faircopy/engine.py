@@ -257,7 +257,7 @@ class Engine:
     def _end(self, step: EagerStep) -> list[Output]:
         plan, batch, draft, result = step.plan, step.plan.batch, step.draft, step.wait()
         if plan.before_capture and not any(draft.tokens):
-            self.drafter.settle(batch, result)
+            self.drafter.settle(batch, result)  # replays no graph: the logits may lie in memory that graphs share
         verdict = self.verifier.judge(batch, draft, result)  # the first time the host reads results of the device
         verdict = self.target.layout.commit(batch, verdict)  # may keep fewer nodes, never more
         self.drafter.observe(batch, draft, result, verdict)

@@ -15,7 +15,7 @@ from torch import Tensor
 from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, Work
 from faircopy.drafters.batched_trees import batch_trees
 from faircopy.drafters.heads import Head, Rows
-from faircopy.drafters.states import KnownRows, SequenceStates, gathered
+from faircopy.drafters.states import KnownRows, SequenceStates, gather_into
 from faircopy.drafters.trees import shared_depth
 from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.records import Control
@@ -118,8 +118,7 @@ class StoredStates(HiddenStateReader):
             begins[slot] = read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
             if known is not None:
                 known.find(read - 1, end - 1, slot * most, found)
-        rows = self.rows.view(-1, self.rows.shape[-1])
-        rows.copy_(gathered(found, rows))
+        gather_into(self.rows.view(-1, self.rows.shape[-1]), found)
         self.read.copy_(sent(begins, torch.int64, self.read.device))
 
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:

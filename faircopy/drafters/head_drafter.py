@@ -12,7 +12,7 @@ from torch import Tensor
 from faircopy.drafters.base import Drafter
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.sources import SourceTable
-from faircopy.drafters.states import KnownRows, SequenceStates, gathered
+from faircopy.drafters.states import KnownRows, SequenceStates, gather_into
 from faircopy.drafters.trees import OFFERED, Offer, Tree, share_nodes, shared_depth
 from faircopy.kernels.gumbel import BROKEN
 from faircopy.kernels.transfer import rows_of, sent
@@ -75,9 +75,10 @@ class HeadDrafter(Drafter):
 
     @torch.no_grad()
     def settle(self, batch: Batch, result: Result) -> None:
-        """Read the rows of prompts and of texts that captured steps do not read: those take `levels` and one more.
+        """Read the rows that the next captured step does not: it reads up to levels + 1, the token that this step
+        chooses among them, so a text with no more than `levels` unread rows is left to it.
 
-        Rows of accepted nodes and of the next token are left in any case.
+        Rows of accepted nodes are left in any case.
         """
         self._keep(batch, result, [[] for _ in batch.seqs])
         part = Batch([], [], [])
@@ -207,7 +208,7 @@ class HeadDrafter(Drafter):
             known.find(cached - 1, upto - 1, count, found)
             known.drop(upto - 1)
             count += upto - cached
-        return gathered(found, torch.empty(count, head.input_size, dtype=head.dtype, device=head.device))
+        return gather_into(torch.empty(count, head.input_size, dtype=head.dtype, device=head.device), found)
 
     def _rows(self, packed: Packed, layout: PagedLayout | None = None) -> Rows:
         """Rows over the head's own cache, or another of its kind."""

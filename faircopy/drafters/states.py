@@ -13,9 +13,9 @@ from faircopy.kernels.transfer import sent
 KnownRows = dict[Tensor, tuple[list[int], list[int]]]
 
 
-def gathered(known: KnownRows, like: Tensor) -> Tensor:
-    """A table like this one with the known rows in their places and zeros elsewhere, in a few launches."""
-    table = torch.zeros_like(like)
+def gather_into(table: Tensor, known: KnownRows) -> Tensor:
+    """Fill a table with the known rows in their places and zeros elsewhere, in a few launches."""
+    table.zero_()
     for states, places in known.items():
         wanted, found = sent(places, torch.int64, table.device)
         table.index_copy_(0, wanted, states.index_select(0, found).to(table.dtype))

@@ -31,7 +31,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def begin(PDL: tl.constexpr):
     """Wait for everything the kernel before has written, then let the next one's blocks come up.
 
-    In this order: blocks that wait hold on to their share of a processor, so no more than one kernel may wait.
+    In this order: blocks that wait hold on to their share of a processor, so no more than one kernel may wait, but for
+    the small ones of `call_next`.
     """
     wait(PDL)
     call_next(PDL)
@@ -48,8 +49,8 @@ def wait(PDL: tl.constexpr):
 def call_next(PDL: tl.constexpr):
     """Let the next kernel's blocks come up, as far as processors have room for them.
 
-    Called before `wait` by small kernels between two large ones: the one behind begins to load weights or keys, which
-    nobody writes, while the one ahead still ends.
+    Called before `wait` by small kernels between two large ones: the one behind loads weights, or keys of earlier
+    passes, while the one ahead still ends. So the one behind runs beside two others until it has waited.
     """
     if PDL:
         gdc_launch_dependents()

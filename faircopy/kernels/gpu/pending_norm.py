@@ -56,14 +56,14 @@ def added_parts(parts, where, size, inside, PARTS: gl.constexpr):
 def _stream_and_norm(
     x, parts, after, weight, first, rows, multiplier, eps,
     R: gl.constexpr, N: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, AFTER: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    CALLS_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """R rows of the residual stream from `first` on with the parts added, the same normalised, and where they are.
 
-    EARLY: the next kernel's blocks may come up before this one has waited, see launch.call_next.
+    CALLS_FIRST: the next kernel's blocks may come up before this one has waited, see launch.call_next.
     """
     kind: gl.constexpr = x.dtype.element_ty
-    if PDL and EARLY:
+    if PDL and CALLS_FIRST:
         gdc_launch_dependents()
     row = first + gl.arange(0, R, gl.SliceLayout(1, _ROWS))
     at = gl.arange(0, BLOCK, gl.SliceLayout(0, _ROWS))
@@ -75,7 +75,7 @@ def _stream_and_norm(
         between = gl.load(after + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
     if PDL:
         gdc_wait()
-        if not EARLY:
+        if not CALLS_FIRST:
             gdc_launch_dependents()
     total = added_parts(parts, where, rows.to(gl.int64) * N, inside, PARTS).to(kind).to(gl.float32)
     if AFTER:

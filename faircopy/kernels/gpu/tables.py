@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 128  # rows up to which products on Hopper are streamed
 NARROW = 64  # rows up to which other devices have narrow tiles
 PROCESSORS = 132  # of the chip that tables and rules were measured on
-STAGES = 1536  # rows and columns, 64 inputs deep, of all stages of a block that has a processor to itself
+ROOM = 1536  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
 # Numbers of rows that together use every tile which any number of rows would use: see `rounded`, tables and heights.
 TILE_ROWS = (1, 2, 8, 16, 32, 64, 96, *range(128, 513, 64), *range(768, 4097, 256))
@@ -155,7 +155,7 @@ def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
     height, large = power(rows, 8), -(-outputs // 128) * groups  # large: blocks of 128 columns
     if height > 32:
         columns = 128 if large >= FULL * PROCESSORS else 64
-        return Tile(height, columns, 64, 4, STAGES // (height + columns), streamed=True)
+        return Tile(height, columns, 64, 4, ROOM // (height + columns), streamed=True)
     if large >= MANY_ROUNDS * PROCESSORS:
         return Tile(height, 128, 64, 4, 10, streamed=True)
     return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
