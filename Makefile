@@ -10,7 +10,7 @@ demo: $(VENV)/.core
 	$(BIN)/faircopy demo
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2
 
 coverage: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --cov=faircopy --cov-report=term:skip-covered
