@@ -474,6 +474,17 @@ def test_a_second_interrupt_ends_a_pass_at_once() -> None:
             raise RankError("rank", 1, "it has ended", "look")
 
 
+def test_interrupts_of_earlier_waits_are_not_counted() -> None:
+    """The thread that counts them may read them when the next wait has begun."""
+    with handled_by(signal.default_int_handler):
+        for _ in range(200):
+            with pytest.raises(KeyboardInterrupt), uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(RankError), uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                raise RankError("rank", 1, "it has ended", "look")
+
+
 def test_a_second_interrupt_ends_a_wait_for_another_rank() -> None:
     """Python calls no handler while its main thread waits in gloo, or here in the system's poll."""
     reader, writer = os.pipe()

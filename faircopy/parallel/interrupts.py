@@ -11,6 +11,7 @@ from functools import cache
 from types import FrameType
 
 NO_ONE = -1  # whom the system tells of signals, if Python alone is told
+BEGIN = 0  # what is written where a wait begins: no signal has this number
 
 
 @contextmanager
@@ -47,17 +48,24 @@ class _Watcher:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self.count = 0
+        self._waits = self._begun = 0  # waits so far, and how many of their beginnings the thread has read
+        self._count = 0
         self._give_up: Callable[[], object] | None = None
         threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def count(self) -> int:
+        """Ctrl-C of the present wait, as far as the thread has read; those of earlier ones may be read late."""
+        return self._count if self._begun == self._waits else 0
 
     @contextmanager
     def watching(self, give_up: Callable[[], object]) -> Iterator[None]:
         """The second Ctrl-C from now on calls give_up. An event loop that is told of signals keeps being told."""
+        self._waits, self._give_up = self._waits + 1, give_up
+        os.write(self._write, bytes([BEGIN]))
         told = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if told != NO_ONE:
             signal.set_wakeup_fd(told)
-        self.count, self._give_up = 0, give_up
         try:
             yield
         finally:
@@ -67,7 +75,9 @@ class _Watcher:
     def _watch(self) -> None:
         while True:
             for number in os.read(self._read, 64):
-                self.count += number == signal.SIGINT
+                if number == BEGIN:
+                    self._begun, self._count = self._begun + 1, 0
+                self._count += number == signal.SIGINT
                 give_up = self._give_up
                 if self.count > 1 and give_up is not None:
                     give_up()
