@@ -36,7 +36,7 @@ class CaptureRule(Protocol):
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step."""
 
-    def eager_nodes(self, k: int) -> int:
+    def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step, of k that are wanted, while captured steps follow."""
 
     def follows(self, batch: Batch) -> bool:
@@ -185,7 +185,7 @@ class Scheduler:
         """A batch as an eager step: if captured steps follow and drafting is expensive, with fewer draft nodes."""
         if not capture.follows(batch):
             return StepPlan(batch)
-        max_nodes = [capture.eager_nodes(nodes) for nodes in batch.max_nodes]
+        max_nodes = [capture.eager_nodes(nodes, len(batch)) for nodes in batch.max_nodes]
         return StepPlan(replace(batch, max_nodes=max_nodes, shared_k=None), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:
@@ -213,7 +213,9 @@ class Scheduler:
 
     def _prompt_chunk(self, candidates: list[Sequence], lengths: list[int]) -> int:
         """Prompt tokens of this step at most: fewer if texts go on in it, whose tokens and nodes are rows too."""
-        nodes = lengths if self._capture is None else [self._capture.eager_nodes(length) for length in lengths]
+        nodes = lengths
+        if self._capture is not None:
+            nodes = [self._capture.eager_nodes(length, len(candidates)) for length in lengths]
         goes_on = [seq in self._running and len(seq.tokens) - self._cached(seq) == 1 for seq in candidates]
         if self._mixed_rows is None or not any(goes_on):
             return self._chunk

@@ -37,6 +37,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.layout.rows import page_grid
 from faircopy.model.base import Model
 from faircopy.replay.in_flight import InFlightStep, SlotReport
+from faircopy.replay.passes import WANTED
 from faircopy.replay.settings import Rows, fits_device, write_settings
 from faircopy.replay.steps import OneGraphStep, Step, Steps, TwoGraphStep, bucket_for
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Sequence, StepPlan, Verdict
@@ -103,9 +104,12 @@ class CapturedRunner:
         )
         return ready and self.follows(batch)
 
-    def eager_nodes(self, k: int) -> int:
-        """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow."""
-        return min(k, 1) if self._expensive_drafts else k
+    def eager_nodes(self, k: int, sequences: int) -> int:
+        """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow.
+
+        No more than the graph of a pass computes logits for: a larger pass is launched kernel by kernel.
+        """
+        return min(k, 1 if self._expensive_drafts else max(0, WANTED // sequences - 1))
 
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's."""
