@@ -23,6 +23,7 @@ from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.drafters.heads import Head
 from faircopy.drafters.trees import Tree
 from faircopy.engine import Engine
+from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.tree_growth import Nodes
 from faircopy.laws.acceptance import HeldOutTexts, Reading, drafts_behind, held_out_texts
 from faircopy.model.base import Model
@@ -154,6 +155,8 @@ class Recorded:
 
         def planned(graph: GraphState) -> Work:
             grow, slots = plan_growth(graph), graph.batch_slots
+            if compiling_ahead():  # kernels do not run, those of the trained head neither: nothing can be recorded
+                return grow
             levels = min(self._head.levels, graph.k) if graph.trees is None else graph.trees.deepest
             drafts = self.drafts(graph.k, levels)  # made now: nothing may be made while a step is captured
 

@@ -142,6 +142,26 @@ def test_captured_steps_draft_what_was_recorded(
     check(make, watch_captured, heads_of(folder, method, chain), folder)
 
 
+def test_nothing_is_recorded_while_kernels_are_compiled_ahead(checkpoint: Callable[..., str]) -> None:
+    """A trained head's own kernels do not run then, so that its drafts would be of zeros."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.launch import compiled_ahead
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    head, other = heads_of(folder, "eagle3", False)
+    config = EngineConfig(cache_memory="8MiB", max_batch=3, k=4)
+    engine, recorded = build_engine(fused(folder), draft=other, config=config, suite=TWINS), recorded_of(head, folder)
+    recorded.attach(engine)
+    assert engine.captured is not None
+    with compiled_ahead():
+        engine.captured.rehearse([4])
+    assert not recorded._drafts
+    engine.captured.warm([4])
+    assert recorded._drafts
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("method", ["clover", "eagle3"])
 def test_recorded_nodes_are_shared_as_a_heads_own(checkpoint: Callable[..., str], method: str, graphs: bool) -> None:
