@@ -51,7 +51,8 @@ FLASH = {
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
 STREAM = {
-    "BN": 64, "BM": 8, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True, "bias": None,
+    "BN": 64, "BM": 8, "SECOND": 0, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True,
+    "bias": None, "x2": None,
 }  # fmt: skip
 PIPELINED = {
     "BN": 128, "BK": 64, "STAGES": 6, "GROUPS": 4, "GATE": "none", "BIASED": False, "ROWS": 64, "WIDTH": 128,

@@ -1,8 +1,10 @@
 """Products of few rows on Hopper: one warp copies tiles into shared memory, four others multiply them.
 
 The weights' tile is the left operand and the rows' tile the right one, since the tensor cores take 64 of the left and
-as few as 8 of the right. Weights do not depend on the kernel before: the first tiles are on their way while that kernel
-still runs. The order of every sum is that of `kernels/gpu/linear.py`, and so are the bits.
+as few as 8 of the right. Tiles are powers of two. For numbers of rows in between, two tiles of rows share each tile of
+weights, the first BM rows and the SECOND ones after them, with sums of their own (tables.TWO_TILES). Weights do not
+depend on the kernel before: the first tiles are on their way while that kernel still runs. The order of every sum is
+that of `kernels/gpu/linear.py`, and so are the bits.
 """
 
 from __future__ import annotations
@@ -26,14 +28,23 @@ _activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
+def _copy_rows(x, x2, full, x_tiles, x2_tiles, stage, k, BM: gl.constexpr, SECOND: gl.constexpr):
+    """One stage of the rows' tile, or of both."""
+    tma.async_copy_global_to_shared(x, [0, k], full.index(stage), x_tiles.index(stage))
+    if SECOND:
+        tma.async_copy_global_to_shared(x2, [BM, k], full.index(stage), x2_tiles.index(stage))
+
+
+@gluon.jit
 def _copy(
-    w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps,
-    BN: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, steps,
+    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: one stage after the other, as they become free."""
     total = (last - first) * steps
     ahead = gl.minimum(total, STAGES)
-    size: gl.constexpr = (BN + BM) * BK * 2
+    size: gl.constexpr = (BN + BM + SECOND) * BK * 2
     for i in range(ahead):
         unit = first + i // steps
         k = (unit % parts * steps + i % steps) * BK
@@ -45,7 +56,7 @@ def _copy(
     for i in range(ahead):
         unit = first + i // steps
         k = (unit % parts * steps + i % steps) * BK
-        tma.async_copy_global_to_shared(x, [0, k], full.index(i), x_tiles.index(i))
+        _copy_rows(x, x2, full, x_tiles, x2_tiles, i, k, BM, SECOND)
     for i in range(ahead, total):
         unit = first + i // steps
         k = (unit % parts * steps + i % steps) * BK
@@ -53,75 +64,105 @@ def _copy(
         mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), size)
         tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(stage), w_tiles.index(stage))
-        tma.async_copy_global_to_shared(x, [0, k], full.index(stage), x_tiles.index(stage))
+        _copy_rows(x, x2, full, x_tiles, x2_tiles, stage, k, BM, SECOND)
 
 
 @gluon.jit
-def _sum(
-    i, steps, full, empty, w_tiles, x_tiles,
-    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+def _sums(
+    i, steps, full, empty, w_tiles, x_tiles, x2_tiles,
+    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The sum of stages i to i + steps [BN, BM]."""
-    acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    """The sums of stages i to i + steps, [BN, BM] and [BN, SECOND]; without a second tile the first one twice."""
+    acc = gl.zeros([BN, BM], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16]))
+    acc2 = acc
+    if SECOND:
+        acc2 = gl.zeros([BN, SECOND], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16]))
     for k in range(i, i + steps):
         stage = k % STAGES
         mbarrier.wait(full.index(stage), (k // STAGES) & 1)
         acc = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))  # the stage before has been read
+        if SECOND:
+            acc2 = warpgroup_mma(w_tiles.index(stage), x2_tiles.index(stage).permute((1, 0)), acc2, is_async=True)
+            acc, acc2 = warpgroup_mma_wait(2, deps=(acc, acc2))  # the stage before has been read
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES), count=1, pred=k > i)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if SECOND:
+        acc, acc2 = warpgroup_mma_wait(0, deps=(acc, acc2))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((i + steps - 1) % STAGES), count=1)
-    return acc
+    return acc, acc2
 
 
 @gluon.jit
-def put_columns(out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
-    """Store a tile [BN, BM] of columns and rows, or its gated half."""
+def put_columns(
+    out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr, ROW: gl.constexpr = 0
+):  # fmt: skip
+    """Store a tile [BN, BM] of columns and rows from ROW on, or its gated half."""
     kind: gl.constexpr = out.dtype.element_ty
     if GATE != "none":
         gate, value = gl.split(gl.permute(gl.reshape(y.to(kind), [BN // 2, 2, BM]), [0, 2, 1]))
         z = _activated(gate.to(gl.float32), GATE).to(kind).to(gl.float32) * value.to(gl.float32)
         cols = col // 2 + gl.arange(0, BN // 2, gl.SliceLayout(1, z.type.layout))
-        rows = gl.arange(0, BM, gl.SliceLayout(0, z.type.layout))
+        rows = ROW + gl.arange(0, BM, gl.SliceLayout(0, z.type.layout))
         where = out + rows[None, :].to(gl.int64) * (N // 2) + cols[:, None]
         gl.store(where, z.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N // 2))
     else:
         cols = col + gl.arange(0, BN, gl.SliceLayout(1, y.type.layout))
-        rows = gl.arange(0, BM, gl.SliceLayout(0, y.type.layout))
+        rows = ROW + gl.arange(0, BM, gl.SliceLayout(0, y.type.layout))
         where = out + rows[None, :].to(gl.int64) * N + cols[:, None]
         gl.store(where, y.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N))
 
 
 @gluon.jit
-def _multiply(
-    out, bias, full, empty, w_tiles, x_tiles, first, last, M, N, parts, steps,
-    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr,
+def _finish(
+    out, bias, y, part, col, M, N,
+    BN: gl.constexpr, BM: gl.constexpr, ROW: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: one unit after the other."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    """Add the bias to a tile of sums and store it."""
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    y = gl.convert_layout(y, pairs)
+    if BIASED:  # noqa: SIM102
+        if part == 0:
+            cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
+            y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
+    put_columns(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE, ROW)
+
+
+@gluon.jit
+def _multiply(
+    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, steps,
+    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
+    BIASED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: one unit after the other."""
     for unit in range(first, last):
-        y = _sum((unit - first) * steps, steps, full, empty, w_tiles, x_tiles, BN, BM, STAGES, layout)
-        y = gl.convert_layout(y, pairs)
+        i = (unit - first) * steps
+        y, y2 = _sums(i, steps, full, empty, w_tiles, x_tiles, x2_tiles, BN, BM, SECOND, STAGES, WARPS)
         part, col = unit % parts, unit // parts * BN
-        if BIASED:  # noqa: SIM102
-            if part == 0:
-                cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
-                y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
-        put_columns(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE)
+        _finish(out, bias, y, part, col, M, N, BN, BM, 0, GATE, BIASED, WARPS)
+        if SECOND:
+            _finish(out, bias, y2, part, col, M, N, BN, SECOND, BM, GATE, BIASED, WARPS)
 
 
 @launched
 @gluon.jit(do_not_specialize=["M", "GRID"])
 def _stream(
-    w, x, bias, out, M, N, units, parts, steps, GRID,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
-    BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    w, x, x2, bias, out, M, N, units, parts, steps, GRID,
+    BM: gl.constexpr, SECOND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Each block takes the same share of all units (tile of weights, group of K); a tile's groups follow each other."""
+    """Each block takes the same share of all units (tile of weights, group of K); a tile's groups follow each other.
+
+    x2: the rows again, in tiles of SECOND; None if that is 0.
+    """
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    x2_tiles = x_tiles
+    if SECOND:
+        x2_tiles = gl.allocate_shared_memory(x2.dtype, [STAGES, SECOND, BK], x2.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -134,13 +175,16 @@ def _stream(
             (
                 _multiply,
                 (
-                    out, bias, full, empty, w_tiles, x_tiles, first, last, M, N, parts, steps,
-                    BN, BM, STAGES, GATE, BIASED, WARPS,
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, steps,
+                    BN, BM, SECOND, STAGES, GATE, BIASED, WARPS,
                 ),
             ),
             (
                 _copy,
-                (w, x, full, empty, w_tiles, x_tiles, first, last, parts, steps, BN, BM, BK, STAGES, PDL),
+                (
+                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, steps,
+                    BN, BM, SECOND, BK, STAGES, PDL,
+                ),
             ),
         ],
         [1],
@@ -158,13 +202,14 @@ def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
 def stream(
     weights: TensorDescriptor, bias: Tensor | None, x: Tensor, out: Tensor, tile: Tile, gate: str, more: dict[str, Any]
 ) -> None:
-    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K; M is at most the tile's."""
+    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K; M at most the tile's height."""
     (outputs, inner), parts = weights.shape, out.shape[0]
     units = -(-outputs // tile.bn) * parts
     grid = min(units, processors(x.device) * tile.resident)
-    registers = (REGISTERS if tile.bm <= 64 else MANY)[tile.bn]
+    registers = (REGISTERS if tile.height <= 64 else MANY)[tile.bn]
+    x2 = descriptor(x, tile.second, tile.bk) if tile.second else None
     _stream[(grid,)](
-        weights, descriptor(x, tile.bm, tile.bk), bias, out, x.shape[0], outputs, units, parts,
-        inner // (parts * tile.bk), grid, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, GATE=gate,
-        BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=registers, **more,
+        weights, descriptor(x, tile.bm, tile.bk), x2, bias, out, x.shape[0], outputs, units, parts,
+        inner // (parts * tile.bk), grid, BM=tile.bm, SECOND=tile.second, BN=tile.bn, BK=tile.bk, STAGES=tile.stages,
+        GATE=gate, BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=registers, **more,
     )  # fmt: skip

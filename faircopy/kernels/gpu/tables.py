@@ -20,12 +20,15 @@ from faircopy.kernels.gpu.launch import power
 
 FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 128  # rows up to which products on Hopper are streamed
+# Heights of two tiles of rows that share a tile of weights in streamed products: numbers of rows between the first and
+# the sum of both use them. (): always one tile, of the next power of two.
+TWO_TILES = ((64, 16), (64, 32))
 NARROW = 64  # rows up to which other devices have narrow tiles
 PROCESSORS = 132  # of the chip that tables and rules were measured on
 ROOM = 1536  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
 # Numbers of rows that together use every tile which any number of rows would use: see `rounded`, tables and heights.
-TILE_ROWS = (1, 2, 8, 16, 32, 64, 96, *range(128, 513, 64), *range(768, 4097, 256))
+TILE_ROWS = (1, 2, 8, 16, 32, 48, 64, 80, 96, *range(128, 513, 64), *range(768, 4097, 256))
 TIMED_PIPELINED = 192  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
 PROMPTS = 1024  # rows from which on products are long enough to be limited by the chip's power
 MANY_ROUNDS = 4  # of blocks over all processors: the output layer's
@@ -46,6 +49,12 @@ class Tile:
     apart: bool = False  # groups of K are tiles of their own too
     pipelined: bool = False  # a warp of its own copies (kernels/gpu/pipelined.py)
     streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
+    second: int = 0  # rows of a second tile of such a product, after the first one's
+
+    @property
+    def height(self) -> int:
+        """Rows of a streamed product that it holds."""
+        return self.bm + self.second
 
     @property
     def possible(self) -> bool:
@@ -146,16 +155,23 @@ def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[
     return -(-blocks // (PROCESSORS * tile.resident)), inner / (64 * parts)
 
 
+def streamed_heights(rows: int) -> tuple[int, int]:
+    """Rows of the first and, if it is not 0, the second tile that together hold these."""
+    fitting = [(first, second) for first, second in TWO_TILES if first < rows <= first + second]
+    return min(fitting, key=sum, default=(power(rows, 8), 0))
+
+
 def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
     """Few rows: two small blocks per processor, so that one stores its sums while the other reads weights.
 
     More rows, or a vocabulary: one large block with as many stages as shared memory holds; of a weight that has not
     enough columns for all processors half as many columns each.
     """
-    height, large = power(rows, 8), -(-outputs // 128) * groups  # large: blocks of 128 columns
-    if height > 32:
+    height, second = streamed_heights(rows)
+    large = -(-outputs // 128) * groups  # blocks of 128 columns
+    if rows > 32:
         columns = 128 if large >= FULL * PROCESSORS else 64
-        return Tile(height, columns, 64, 4, ROOM // (height + columns), streamed=True)
+        return Tile(height, columns, 64, 4, ROOM // (height + second + columns), streamed=True, second=second)
     if large >= MANY_ROUNDS * PROCESSORS:
         return Tile(height, 128, 64, 4, 10, streamed=True)
     return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
@@ -239,5 +255,5 @@ def read(name: str) -> dict[str, Any]:
 
 
 def as_entry(tile: Tile) -> list[int]:
-    """A tile as the tables hold it."""
-    return [int(value) for value in astuple(tile)[:-1]]
+    """A tile as the tables hold it, streamed ones aside."""
+    return [int(value) for value in astuple(tile)[:-2]]
