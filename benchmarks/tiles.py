@@ -1,6 +1,7 @@
 """Times of tiles on this GPU for the products of named shapes, and the shipped table with its rule made of them.
 
 python -m benchmarks.tiles --shape llama-3.1-8b --shape qwen3-32b --out tiles.jsonl      on the GPU; appends
+    [--rows 144 192] [--against-present]     these rows alone; Hopper's own tiles against the one in use
 python -m benchmarks.tiles --table faircopy/kernels/gpu/tuned/hopper.json tiles.jsonl    anywhere
 python -m benchmarks.tiles --leave-out qwen3-14b tiles.jsonl                             how good is the rule?
 """
@@ -25,12 +26,14 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=[*SHAPES], help="a model whose products are timed")
     parser.add_argument("--out", type=Path, help="file that times are appended to")
     parser.add_argument("--minutes", type=float, default=60.0, help="no further product is begun after this")
+    parser.add_argument("--rows", nargs="+", type=int, help="numbers of rows to time; all buckets if left out")
+    parser.add_argument("--against-present", action="store_true", help="time Hopper's own tiles and the one in use")
     parser.add_argument("--table", type=Path, help="table to write")
     parser.add_argument("--leave-out", action="append", choices=[*SHAPES], default=[], help="judge the rule on these")
     parser.add_argument("times", nargs="*", type=Path, help="files of times")
     args = parser.parse_args()
     if args.shape:
-        measure(args.shape, args.out, args.minutes)
+        measure(args.shape, args.out, args.minutes, args.rows, args.against_present)
     records = [json.loads(line) for file in args.times for line in file.read_text().splitlines()]
     if args.leave_out:
         judge(records, args.leave_out)
@@ -40,7 +43,7 @@ def main() -> None:
         write_table(args.table, [r for r in records if "shape" in r], records[0]["about"])
 
 
-def measure(names: list[str], out: Path, minutes: float) -> None:
+def measure(names: list[str], out: Path, minutes: float, rows: list[int] | None, against_present: bool) -> None:
     import torch
 
     from faircopy.bench.tune import time_shapes
@@ -53,7 +56,7 @@ def measure(names: list[str], out: Path, minutes: float) -> None:
         for shape in wanted(names):
             if time.monotonic() > end or f'"shape": [{shape[0]}, {shape[1]}]' in known:
                 continue
-            for record in time_shapes([shape]):
+            for record in time_shapes([shape], rows, against_present):
                 file.write(json.dumps(record) + "\n")
                 file.flush()
             print(shape, round(time.monotonic() - end + 60 * minutes, 1), flush=True)

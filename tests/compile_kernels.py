@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from faircopy.kernels.gpu import flash, pending_norm, pipelined, stream
+from faircopy.kernels.gpu import flash, pending_norm, pipelined, stream, tables
 
 HOPPER = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+SHARED = 232_448  # bytes of a block on Hopper
+Kernel = tuple[Any, dict[str, Any], dict[str, str], dict[str, Any]]
 
 
 def compile_launch(launch: dict[str, Any]) -> None:
@@ -51,8 +54,8 @@ FLASH = {
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
 STREAM = {
-    "BN": 64, "BM": 8, "SECOND": 0, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4, "PDL": True,
-    "bias": None, "x2": None,
+    "BN": 64, "BM": 8, "SECOND": 0, "TEAMS": 1, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4,
+    "PDL": True, "bias": None, "x2": None,
 }  # fmt: skip
 PIPELINED = {
     "BN": 128, "BK": 64, "STAGES": 6, "GROUPS": 4, "GATE": "none", "BIASED": False, "ROWS": 64, "WIDTH": 128,
@@ -79,19 +82,33 @@ HOPPER_ALONE = (
 )  # fmt: skip
 
 
+def tall_streams() -> Iterator[Kernel]:
+    """The streamed tiles of most rows, by teams, with the largest results."""
+    for tile in (*tables.tall_tiles(192), *tables.tall_tiles(256)):
+        constants = STREAM | {
+            "BM": tile.bm, "SECOND": tile.second, "BN": tile.bn, "STAGES": tile.stages, "TEAMS": tile.teams,
+            "GATE": "none",
+        }  # fmt: skip
+        del constants["x2"]
+        types = {"out": "*fp32", "w": described(tile.bn // tile.teams, 64), "x": described(tile.bm, 64)}
+        options = {"maxnreg": stream.MANY[tile.bn]} if tile.teams == 1 else {}
+        yield stream._stream, constants, types | {"x2": described(tile.second, 64)}, options
+
+
 def compile_gluon(launcher: Any, constants: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> None:
     """Numbers are 32-bit integers where no type is given."""
     names = [param.name for param in launcher.kernel.params]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    triton.compile(
+    compiled = triton.compile(
         GluonASTSource(launcher.kernel, signature, values), target=HOPPER, options={"num_warps": 4, **options}
     )
+    assert compiled.metadata.shared <= SHARED, (constants, compiled.metadata.shared)
 
 
 def main(file: str) -> int:
     failures = 0
-    for kernel in HOPPER_ALONE:
+    for kernel in (*HOPPER_ALONE, *tall_streams()):
         compile_gluon(*kernel)
     for line in Path(file).read_text().splitlines():
         launch = json.loads(line)

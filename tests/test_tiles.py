@@ -19,9 +19,20 @@ def test_streamed_tiles_fit(model: str) -> None:
         groups = 1 if name == "gate_up" else group_count(inner, outputs)
         for rows in range(1, tables.STREAMED + 1):
             tile = tables.streamed_tile(rows, outputs, groups)
-            stage = (tile.bm + tile.bn) * tile.bk * 2
-            assert tile.streamed and tile.bm >= rows and tile.bm % 8 == 0
+            stage = (tile.height + tile.bn) * tile.bk * 2
+            assert tile.streamed and tile.height >= rows and tile.bm % 8 == tile.second % 8 == 0
             assert tile.resident * (tile.stages * stage + 1024) <= SHARED
+
+
+@pytest.mark.parametrize("rows", [rows for rows in tables.BUCKETS if rows <= 512])
+def test_taller_streamed_tiles_fit(rows: int) -> None:
+    tiles = tables.tall_tiles(rows)
+    assert {tile.bn for tile in tiles} >= {64, 128}
+    for tile in tiles:
+        count = -(-rows // tile.height)
+        assert tile.possible and count * tile.height - rows < 16 * count, "as high as the rows, or nearly"
+        assert tile.stages >= 4 and tile.stages * (tile.height + tile.bn) * tile.bk * 2 + (12 << 10) <= SHARED
+        assert tables.as_tile(tables.as_entry(tile)) == tile
 
 
 def test_output_layers_and_small_weights_have_tiles_of_their_own() -> None:

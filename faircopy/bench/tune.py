@@ -19,16 +19,17 @@ from faircopy.bench.timing import graph_ms
 from faircopy.kernels.gpu import tables
 from faircopy.kernels.gpu.launch import compiled_ahead, hopper
 from faircopy.kernels.gpu.linear import Linear
-from faircopy.kernels.gpu.tables import NARROW, STREAMED, Tile, as_entry
+from faircopy.kernels.gpu.tables import NARROW, STREAMED, Tile, as_entry, tall_tiles
 from faircopy.kernels.groups import group_count
 
 # Rows timed for each bucket: what verifying and reading prompts really bring. Other numbers use the next bucket.
 ROWS = {
-    16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 192: 192, 256: 256, 320: 320, 384: 384, 512: 512, 768: 768, 1024: 1024,
-    2560: 2400,
+    16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 144: 144, 160: 160, 192: 192, 256: 256, 288: 288, 320: 320, 384: 384,
+    512: 512, 768: 768, 1024: 1024, 2560: 2400,
 }  # fmt: skip
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen
+SURELY = 1.05  # times that a tile may take instead of what the rule expects, and is still used
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds
 _NARROW = [Tile(0, bn, bk, 4, stages) for bn, bk, stages in product((32, 64, 128), (64, 128), (3, 4))]
 _WIDE = [
@@ -52,15 +53,19 @@ def candidates(rows: int, groups: int) -> list[Tile]:
     """Tiles worth trying for this many rows; narrow ones for devices that do not stream few rows."""
     if rows <= NARROW:
         return [replace(tile, bm=16 if rows <= 16 else 32 if rows <= 32 else 64) for tile in _NARROW]
-    known = _WIDE + (_PIPELINED[int(groups > 1) :] if hopper(torch.device("cuda")) else [])  # 256 columns: one group
-    fitting = [tile for tile in known if _waste(tile, rows) < 1.5]
-    parted = [tile for tile in fitting if groups > 1 and rows <= APART and not tile.pipelined]
-    return fitting + [replace(tile, apart=True) for tile in parted]
+    fitting = [tile for tile in _WIDE if _waste(tile, rows) < 1.5]
+    parted = [replace(tile, apart=True) for tile in fitting if groups > 1 and rows <= APART]
+    return fitting + parted + (hopper_candidates(rows, groups) if hopper(torch.device("cuda")) else [])
+
+
+def hopper_candidates(rows: int, groups: int) -> list[Tile]:
+    """Of them those that Hopper alone has, for more rows than are streamed in any case."""
+    pipelined = [tile for tile in _PIPELINED[int(groups > 1) :] if _waste(tile, rows) < 1.5]  # 256 columns: one group
+    return pipelined + (tall_tiles(rows) if STREAMED < rows <= APART else [])
 
 
 def _waste(tile: Tile, rows: int) -> float:
-    height = tile.bm * tile.high
-    return -(-rows // height) * height / rows
+    return -(-rows // tile.height) * tile.height / rows
 
 
 class Bench:
@@ -73,10 +78,10 @@ class Bench:
         numbers = torch.randn(copies, outputs, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
         self.layers = [Linear(weight, groups=self.groups) for weight in numbers]
 
-    def times(self, rows: int) -> dict[str, Any]:
-        """Microseconds of every candidate, and of cuBLAS."""
+    def times(self, rows: int, tiles: list[Tile]) -> dict[str, Any]:
+        """Microseconds of these tiles, and of cuBLAS."""
         x = torch.randn(rows, self.shape[1], device="cuda", dtype=torch.bfloat16)
-        found = [(as_entry(tile), self._microseconds(x, tile)) for tile in candidates(rows, self.groups)]
+        found = [(as_entry(tile), self._microseconds(x, tile)) for tile in tiles]
         library = graph_ms(lambda: [x @ layer.weight.T for layer in self.layers], 5) / len(self.layers) * 1e3
         return {
             "shape": list(self.shape), "gated": self.gated, "rows": rows, "cublas": round(library, 2),
@@ -89,19 +94,29 @@ class Bench:
             ms = graph_ms(lambda: [self._run(layer, x, tile) for layer in self.layers], 5) / len(self.layers)
         except Exception:
             return float("inf")
-        adding = self.groups * x.shape[0] * self.shape[0] * 4 / 3e6 if tile.apart else 0.0
-        return ms * 1e3 + adding
+        return ms * 1e3 + adding(tile, x.shape[0], self.shape[0], self.groups)
 
     def _run(self, layer: Linear, x: Tensor, tile: Tile) -> Tensor:
         return layer.run(x, tile, "silu" if self.gated else "none")
 
-    def compile(self, rows: Iterable[int]) -> None:
-        """All candidates at once, in threads."""
+    def compile(self, tiles: dict[int, list[Tile]]) -> None:
+        """All tiles by numbers of rows at once, in threads."""
         with compiled_ahead():
-            for count in rows:
-                x = torch.zeros(count, self.shape[1], device="cuda", dtype=torch.bfloat16)
-                for tile in candidates(count, self.groups):
+            for rows, known in tiles.items():
+                x = torch.zeros(rows, self.shape[1], device="cuda", dtype=torch.bfloat16)
+                for tile in known:
                     self._run(self.layers[0], x, tile)
+
+    def against_present(self, rows: int) -> list[Tile]:
+        """The tile that is used at present, and those that came with taller streamed tiles."""
+        plan = self.layers[0].plan
+        present = plan.gated(rows, True) if self.gated else plan.tile(rows, True, self.groups)
+        return list(dict.fromkeys([present, *hopper_candidates(rows, self.groups)]))
+
+
+def adding(tile: Tile, rows: int, outputs: int, groups: int) -> float:
+    """Microseconds that the reader of a product pays for groups of K which are not added yet."""
+    return groups * rows * outputs * 4 / 3e6 if groups > 1 and (tile.apart or tile.streamed) else 0.0
 
 
 def buckets(streams: bool, head: bool = False) -> list[int]:
@@ -109,15 +124,21 @@ def buckets(streams: bool, head: bool = False) -> list[int]:
     return [rows for rows in ROWS.values() if rows > (STREAMED if streams else 0) and (not head or rows <= 512)]
 
 
-def time_shapes(shapes: Iterable[tuple[int, int, bool]], rows: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Times of every shape (outputs, inner, gated), one record per number of rows."""
+def time_shapes(
+    shapes: Iterable[tuple[int, int, bool]], rows: list[int] | None = None, against_present: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Times of every shape (outputs, inner, gated), one record per number of rows.
+
+    against_present: Hopper's own tiles against the one in use, instead of all candidates.
+    """
     for outputs, inner, gated in dict.fromkeys(shapes):
         bench = Bench(outputs, inner, gated)
         streams = tables.plan(torch.device("cuda"), outputs, inner).streams
         counts = rows or buckets(streams, outputs > 1 << 15 and not gated)
-        bench.compile(counts)
+        tiles = {n: bench.against_present(n) if against_present else candidates(n, bench.groups) for n in counts}
+        bench.compile(tiles)
         for count in counts:
-            yield bench.times(count)
+            yield bench.times(count, tiles[count])
         del bench
         torch.cuda.empty_cache()
 
@@ -125,12 +146,38 @@ def time_shapes(shapes: Iterable[tuple[int, int, bool]], rows: list[int] | None 
 def entries(records: Iterable[dict[str, Any]], rule: tables.Rule = ()) -> dict[str, Any]:
     """The tile to use by shape, kind and bucket, as the tables hold them. rule: what tiles take that were not timed."""
     found: dict[str, Any] = {}
-    for record in records:
+    for record in _every_bucket(records):
         outputs, inner = record["shape"]
         kind = found.setdefault(f"{outputs}x{inner}", {}).setdefault("gated" if record["gated"] else "plain", {})
         bucket = next(bucket for bucket, rows in ROWS.items() if rows >= record["rows"])
-        kind[str(bucket)] = _chosen(record, rule)
+        kind[str(bucket)] = _expected_streamed(record, rule) or _chosen(record, rule)
     return found
+
+
+def _every_bucket(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The last record of every shape and number of rows; of a bucket without one, times of the next larger bucket."""
+    shapes: dict[tuple[int, int, bool], dict[int, dict[str, Any]]] = {}
+    for record in records:
+        shapes.setdefault((*record["shape"], record["gated"]), {})[record["rows"]] = record
+    for known in shapes.values():
+        for bucket in (rows for rows in ROWS.values() if STREAMED < rows <= APART):
+            larger = [rows for rows in known if rows >= bucket]
+            if larger:
+                known.setdefault(bucket, known[min(larger)] | {"rows": bucket})
+        yield from (known[rows] for rows in sorted(known))
+
+
+def _expected_streamed(record: dict[str, Any], rule: tables.Rule) -> list[int] | None:
+    """A taller streamed tile, if none was timed and the rule expects it to be faster than every tile that was."""
+    outputs, inner = record["shape"]
+    groups = 1 if record["gated"] else group_count(inner, outputs)
+    timed = {tables.as_tile(entry): us for *entry, us in record["tiles"]}
+    if any(tile.streamed for tile in timed) or not STREAMED < record["rows"] <= APART:
+        return None
+    wanted = [e for e in rule if e.grouped == (groups > 1) and e.tile in tall_tiles(record["rows"])]
+    expected = {e.tile: tables.microseconds(e, record["rows"], outputs, inner, groups) for e in wanted}
+    best = min(expected, key=expected.__getitem__, default=None)
+    return as_entry(best) if best is not None and SURELY * expected[best] < min(timed.values()) else None
 
 
 def _chosen(record: dict[str, Any], rule: tables.Rule) -> list[int]:
@@ -182,4 +229,4 @@ def write_table(file: Path, records: list[dict[str, Any]], about: dict[str, Any]
     file.write_text(f'{{"about": {json.dumps(about)},\n "rule": [\n{rule}\n ],\n "shapes": {{\n{shapes}\n }}}}\n')
 
 
-__all__ = ["ROWS", "candidates", "entries", "fit", "time_shapes", "write_table"]
+__all__ = ["ROWS", "candidates", "entries", "fit", "hopper_candidates", "time_shapes", "write_table"]

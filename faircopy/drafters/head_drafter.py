@@ -26,7 +26,7 @@ from faircopy.types import PICKED, Batch, Draft, Sequence, Sources, Verdict
 if TYPE_CHECKING:
     from faircopy.capture import CapturedDrafter
 
-PART = 32  # rows of a sequence at most while reading is rehearsed
+PART = 16  # rows of a sequence while reading is rehearsed: numbers of rows with tiles of their own are multiples of it
 MOST_GUESSED = 1024  # rows whose guesses are rehearsed: their logits take memory
 MAX_UNREAD = 64  # states of a sequence that gets no draft are read once this many wait; of an idle one no more are kept
 

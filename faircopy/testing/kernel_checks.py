@@ -421,6 +421,20 @@ def _streams(device: torch.device) -> float:
             gating = linear.Linear.gating(w)
             gated = gating.run(x, Tile(64, 64, 64), kind)[0]
             wrong += sum(not torch.equal(gating.gated(x[:m].contiguous(), kind), gated[:m]) for m in (1, 17, 64))
+    return float(wrong) + _tall_streams(device)
+
+
+def _tall_streams(device: torch.device) -> float:
+    """Streamed products of more rows, by all teams and heights, and the others: the same bits."""
+    wrong, others = 0, Tile(64, 128, 64, 4, 4, wide=True, apart=True)
+    for rows, groups in product((70, 90, 140, 150, 180, 250, 280, 500), (1, 4)):
+        w, x = _random(device, 1000, 2048, dtype=HALF), _random(device, rows, 2048, dtype=HALF)
+        layer = linear.Linear(w, _random(device, 1000, dtype=HALF) if groups == 4 else None, groups=groups)
+        gating = linear.Linear.gating(w)
+        parts, gated = layer.run(x, others), gating.run(x, others, "silu")
+        streamed = tables.tall_tiles(rows) if rows > tables.STREAMED else [tables.tall_tile(rows, n) for n in (64, 128)]
+        wrong += sum(not torch.equal(layer.run(x, tile), parts) for tile in streamed)
+        wrong += sum(not torch.equal(gating.run(x, tile, "silu"), gated) for tile in streamed)
     return float(wrong)
 
 

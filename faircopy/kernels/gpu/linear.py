@@ -336,7 +336,8 @@ class Linear:
         out = torch.empty(parts, x.shape[0], outputs, dtype=made, device=x.device)
         more = options(x.device)
         if t.streamed:
-            stream.stream(self._descriptor(t.bn, t.bk, stream.descriptor), self.bias, x, out, t, gate, more)
+            weight = self._descriptor(t.bn // t.teams, t.bk, stream.descriptor)
+            stream.stream(weight, self.bias, x, out, t, gate, more)
             return out
         if t.pipelined:
             weight = self._descriptor(t.bn, t.bk, stream.descriptor)

@@ -162,7 +162,7 @@ def _multiply(
         if BIASED:
             cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
             y += gl.load(bias + cols, mask=cols < outputs, other=0.0).to(gl.float32)[:, None]
-        put_columns(out, y, col, rows, outputs, BN, TILE, GATE)
+        put_columns(out, y, 0, col, rows, outputs, BN, TILE, GATE)
 
 
 @launched

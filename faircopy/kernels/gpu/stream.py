@@ -28,61 +28,77 @@ _activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
-def _copy_rows(x, x2, full, x_tiles, x2_tiles, stage, k, BM: gl.constexpr, SECOND: gl.constexpr):
+def _place(unit, parts, tiles, BN: gl.constexpr, HEIGHT: gl.constexpr):
+    """A unit's group of K, first row and first column; units that share weights are neighbours."""
+    return unit % parts, unit // parts % tiles * HEIGHT, unit // parts // tiles * BN
+
+
+@gluon.jit
+def _copy_weights(w, col, k, full, w_tiles, stage, COLUMNS: gl.constexpr, TEAMS: gl.constexpr):
+    """One stage of all teams' weights."""
+    for team in gl.static_range(TEAMS):
+        where = w_tiles.index(stage * TEAMS + team)
+        tma.async_copy_global_to_shared(w, [col + team * COLUMNS, k], full.index(stage), where)
+
+
+@gluon.jit
+def _copy_rows(x, x2, row, k, full, x_tiles, x2_tiles, stage, BM: gl.constexpr, SECOND: gl.constexpr):
     """One stage of the rows' tile, or of both."""
-    tma.async_copy_global_to_shared(x, [0, k], full.index(stage), x_tiles.index(stage))
+    tma.async_copy_global_to_shared(x, [row, k], full.index(stage), x_tiles.index(stage))
     if SECOND:
-        tma.async_copy_global_to_shared(x2, [BM, k], full.index(stage), x2_tiles.index(stage))
+        tma.async_copy_global_to_shared(x2, [row + BM, k], full.index(stage), x2_tiles.index(stage))
 
 
 @gluon.jit
 def _copy(
-    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, steps,
+    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
     BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    TEAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: one stage after the other, as they become free."""
+    height: gl.constexpr = BM + SECOND
+    columns: gl.constexpr = BN // TEAMS
+    size: gl.constexpr = (BN + height) * BK * 2
     total = (last - first) * steps
     ahead = gl.minimum(total, STAGES)
-    size: gl.constexpr = (BN + BM + SECOND) * BK * 2
     for i in range(ahead):
-        unit = first + i // steps
-        k = (unit % parts * steps + i % steps) * BK
+        part, _, col = _place(first + i // steps, parts, tiles, BN, height)
         mbarrier.expect(full.index(i), size)
-        tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(i), w_tiles.index(i))
+        _copy_weights(w, col, (part * steps + i % steps) * BK, full, w_tiles, i, columns, TEAMS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     for i in range(ahead):
-        unit = first + i // steps
-        k = (unit % parts * steps + i % steps) * BK
-        _copy_rows(x, x2, full, x_tiles, x2_tiles, i, k, BM, SECOND)
+        part, row, _ = _place(first + i // steps, parts, tiles, BN, height)
+        _copy_rows(x, x2, row, (part * steps + i % steps) * BK, full, x_tiles, x2_tiles, i, BM, SECOND)
     for i in range(ahead, total):
-        unit = first + i // steps
-        k = (unit % parts * steps + i % steps) * BK
+        part, row, col = _place(first + i // steps, parts, tiles, BN, height)
+        k = (part * steps + i % steps) * BK
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), size)
-        tma.async_copy_global_to_shared(w, [unit // parts * BN, k], full.index(stage), w_tiles.index(stage))
-        _copy_rows(x, x2, full, x_tiles, x2_tiles, stage, k, BM, SECOND)
+        _copy_weights(w, col, k, full, w_tiles, stage, columns, TEAMS)
+        _copy_rows(x, x2, row, k, full, x_tiles, x2_tiles, stage, BM, SECOND)
 
 
 @gluon.jit
 def _sums(
-    i, steps, full, empty, w_tiles, x_tiles, x2_tiles,
-    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    i, steps, full, empty, w_tiles, x_tiles, x2_tiles, TEAM: gl.constexpr, TEAMS: gl.constexpr,
+    COLUMNS: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The sums of stages i to i + steps, [BN, BM] and [BN, SECOND]; without a second tile the first one twice."""
-    acc = gl.zeros([BN, BM], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16]))
+    """A team's sums of stages i to i + steps, [COLUMNS, BM] and [COLUMNS, SECOND]; without a second tile the first one
+    twice."""
+    acc = gl.zeros([COLUMNS, BM], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16]))
     acc2 = acc
     if SECOND:
-        acc2 = gl.zeros([BN, SECOND], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16]))
+        acc2 = gl.zeros([COLUMNS, SECOND], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16]))
     for k in range(i, i + steps):
         stage = k % STAGES
         mbarrier.wait(full.index(stage), (k // STAGES) & 1)
-        acc = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        w = w_tiles.index(stage * TEAMS + TEAM)
+        acc = warpgroup_mma(w, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         if SECOND:
-            acc2 = warpgroup_mma(w_tiles.index(stage), x2_tiles.index(stage).permute((1, 0)), acc2, is_async=True)
+            acc2 = warpgroup_mma(w, x2_tiles.index(stage).permute((1, 0)), acc2, is_async=True)
             acc, acc2 = warpgroup_mma_wait(2, deps=(acc, acc2))  # the stage before has been read
         else:
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -96,69 +112,70 @@ def _sums(
 
 
 @gluon.jit
-def put_columns(
-    out, y, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr, ROW: gl.constexpr = 0
-):  # fmt: skip
-    """Store a tile [BN, BM] of columns and rows from ROW on, or its gated half."""
+def put_columns(out, y, row, col, M, N, BN: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr):
+    """Store a tile [BN, BM] of columns and rows, or its gated half."""
     kind: gl.constexpr = out.dtype.element_ty
     if GATE != "none":
         gate, value = gl.split(gl.permute(gl.reshape(y.to(kind), [BN // 2, 2, BM]), [0, 2, 1]))
         z = _activated(gate.to(gl.float32), GATE).to(kind).to(gl.float32) * value.to(gl.float32)
         cols = col // 2 + gl.arange(0, BN // 2, gl.SliceLayout(1, z.type.layout))
-        rows = ROW + gl.arange(0, BM, gl.SliceLayout(0, z.type.layout))
+        rows = row + gl.arange(0, BM, gl.SliceLayout(0, z.type.layout))
         where = out + rows[None, :].to(gl.int64) * (N // 2) + cols[:, None]
         gl.store(where, z.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N // 2))
     else:
         cols = col + gl.arange(0, BN, gl.SliceLayout(1, y.type.layout))
-        rows = ROW + gl.arange(0, BM, gl.SliceLayout(0, y.type.layout))
+        rows = row + gl.arange(0, BM, gl.SliceLayout(0, y.type.layout))
         where = out + rows[None, :].to(gl.int64) * N + cols[:, None]
         gl.store(where, y.to(kind), mask=(rows[None, :] < M) & (cols[:, None] < N))
 
 
 @gluon.jit
 def _finish(
-    out, bias, y, part, col, M, N,
-    BN: gl.constexpr, BM: gl.constexpr, ROW: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr,
-    WARPS: gl.constexpr,
+    out, bias, y, part, row, col, M, N,
+    COLUMNS: gl.constexpr, BM: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Add the bias to a tile of sums and store it."""
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     y = gl.convert_layout(y, pairs)
     if BIASED:  # noqa: SIM102
         if part == 0:
-            cols = col + gl.arange(0, BN, gl.SliceLayout(1, pairs))
+            cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(1, pairs))
             y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
-    put_columns(out + part.to(gl.int64) * M * N, y, col, M, N, BN, BM, GATE, ROW)
+    put_columns(out + part.to(gl.int64) * M * N, y, row, col, M, N, COLUMNS, BM, GATE)
 
 
 @gluon.jit
 def _multiply(
-    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, steps,
-    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
-    BIASED: gl.constexpr, WARPS: gl.constexpr,
+    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr,
+    GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: one unit after the other."""
+    """One team of multiplying warps: its columns of one unit after the other."""
+    columns: gl.constexpr = BN // TEAMS
     for unit in range(first, last):
         i = (unit - first) * steps
-        y, y2 = _sums(i, steps, full, empty, w_tiles, x_tiles, x2_tiles, BN, BM, SECOND, STAGES, WARPS)
-        part, col = unit % parts, unit // parts * BN
-        _finish(out, bias, y, part, col, M, N, BN, BM, 0, GATE, BIASED, WARPS)
+        y, y2 = _sums(
+            i, steps, full, empty, w_tiles, x_tiles, x2_tiles, TEAM, TEAMS, columns, BM, SECOND, STAGES, WARPS
+        )
+        part, row, col = _place(unit, parts, tiles, BN, BM + SECOND)
+        col += TEAM * columns
+        _finish(out, bias, y, part, row, col, M, N, columns, BM, GATE, BIASED, WARPS)
         if SECOND:
-            _finish(out, bias, y2, part, col, M, N, BN, SECOND, BM, GATE, BIASED, WARPS)
+            _finish(out, bias, y2, part, row + BM, col, M, N, columns, SECOND, GATE, BIASED, WARPS)
 
 
 @launched
-@gluon.jit(do_not_specialize=["M", "GRID"])
+@gluon.jit(do_not_specialize=["M", "GRID", "units", "steps"])
 def _stream(
-    w, x, x2, bias, out, M, N, units, parts, steps, GRID,
+    w, x, x2, bias, out, M, N, units, parts, tiles, steps, GRID,
     BM: gl.constexpr, SECOND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    TEAMS: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Each block takes the same share of all units (tile of weights, group of K); a tile's groups follow each other.
+    """Each block takes the same share of all units (tile of weights, tile of rows, group of K).
 
     x2: the rows again, in tiles of SECOND; None if that is 0.
     """
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES * TEAMS, BN // TEAMS, BK], w.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     x2_tiles = x_tiles
     if SECOND:
@@ -167,29 +184,66 @@ def _stream(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=TEAMS)
     first = (gl.program_id(0) * units) // GRID
     last = ((gl.program_id(0) + 1) * units) // GRID
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, steps,
-                    BN, BM, SECOND, STAGES, GATE, BIASED, WARPS,
-                ),
-            ),
-            (
-                _copy,
-                (
-                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, steps,
-                    BN, BM, SECOND, BK, STAGES, PDL,
-                ),
-            ),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
+                )),
+                (_copy, (
+                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
+                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif TEAMS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
+                )),
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1,
+                )),
+                (_copy, (
+                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
+                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
+                )),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
+                )),
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1,
+                )),
+                (_multiply, (
+                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 2,
+                )),
+                (_copy, (
+                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
+                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
 
 
 def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
@@ -202,14 +256,16 @@ def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
 def stream(
     weights: TensorDescriptor, bias: Tensor | None, x: Tensor, out: Tensor, tile: Tile, gate: str, more: dict[str, Any]
 ) -> None:
-    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K; M at most the tile's height."""
+    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K. weights: tiles of a team."""
     (outputs, inner), parts = weights.shape, out.shape[0]
-    units = -(-outputs // tile.bn) * parts
+    tiles = -(-x.shape[0] // tile.height)
+    units = -(-outputs // tile.bn) * tiles * parts
     grid = min(units, processors(x.device) * tile.resident)
-    registers = (REGISTERS if tile.height <= 64 else MANY)[tile.bn]
+    if tile.teams == 1:
+        more = more | {"maxnreg": (REGISTERS if tile.height <= 64 else MANY)[tile.bn]}
     x2 = descriptor(x, tile.second, tile.bk) if tile.second else None
     _stream[(grid,)](
-        weights, descriptor(x, tile.bm, tile.bk), x2, bias, out, x.shape[0], outputs, units, parts,
+        weights, descriptor(x, tile.bm, tile.bk), x2, bias, out, x.shape[0], outputs, units, parts, tiles,
         inner // (parts * tile.bk), grid, BM=tile.bm, SECOND=tile.second, BN=tile.bn, BK=tile.bk, STAGES=tile.stages,
-        GATE=gate, BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, maxnreg=registers, **more,
+        TEAMS=tile.teams, GATE=gate, BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, **more,
     )  # fmt: skip

@@ -6,9 +6,9 @@ Tiles are only speed: the order of sums, and with it the bits, belongs to the we
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,18 @@ from faircopy.cache import KeptTable
 from faircopy.kernels.gpu.launch import power
 
 FOLDER = Path(__file__).parent / "tuned"
-STREAMED = 128  # rows up to which products on Hopper are streamed
-# Heights of two tiles of rows that share a tile of weights in streamed products: numbers of rows between the first and
-# the sum of both use them. (): always one tile, of the next power of two.
-TWO_TILES = ((64, 16), (64, 32))
+STREAMED = 128  # rows up to which all products on Hopper are streamed; beyond, tables and rule say which
+# Rows of the first and the second tile that share a tile of weights in streamed products, by their sum: tiles are
+# powers of two, these heights are not. Up to 128 rows other numbers have one tile, of the next power of two.
+TWO_TILES = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64), 256: (128, 128)}
 NARROW = 64  # rows up to which other devices have narrow tiles
 PROCESSORS = 132  # of the chip that tables and rules were measured on
-ROOM = 1536  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block
+ROOM = 1600  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
-# Numbers of rows that together use every tile which any number of rows would use: see `rounded`, tables and heights.
-TILE_ROWS = (1, 2, 8, 16, 32, 48, 64, 80, 96, *range(128, 513, 64), *range(768, 4097, 256))
+# Rows beyond STREAMED that tiles are chosen for; other numbers of rows use the next one's.
+BUCKETS: tuple[int, ...] = (144, 160, 192, 256, 288, 320, 384, 512, *range(768, 4097, 256))
+# Numbers of rows that together use every tile which any number of rows would use.
+TILE_ROWS = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128, *BUCKETS)
 TIMED_PIPELINED = 192  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
 PROMPTS = 1024  # rows from which on products are long enough to be limited by the chip's power
 MANY_ROUNDS = 4  # of blocks over all processors: the output layer's
@@ -50,17 +52,21 @@ class Tile:
     pipelined: bool = False  # a warp of its own copies (kernels/gpu/pipelined.py)
     streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
     second: int = 0  # rows of a second tile of such a product, after the first one's
+    teams: int = 1  # groups of four warps that have a share of its columns each, up to three
 
     @property
     def height(self) -> int:
-        """Rows of a streamed product that it holds."""
-        return self.bm + self.second
+        """Rows that share a tile of weights."""
+        return self.bm * self.high + self.second
 
     @property
     def possible(self) -> bool:
         """Whether kernels can be compiled for it at all."""
-        sides, counts = (self.bm, self.bn, self.bk, self.warps), (self.stages, self.resident, self.high)
-        return all(n > 0 and n & (n - 1) == 0 for n in sides) and min(counts) > 0 and self.high <= 3
+        counts = (self.stages, self.resident, self.high, self.teams)
+        if min(counts) < 1 or max(self.high, self.teams) > 3 or self.bn % self.teams:
+            return False
+        sides = (self.bm, self.bn // self.teams, self.bk, self.warps, self.second or 1)
+        return all(n > 0 and n & (n - 1) == 0 for n in sides)
 
 
 class Expected(NamedTuple):
@@ -98,7 +104,7 @@ class Plan:
         found = _nearest(known, rows) if known else None
         if found is None and self.rule and tensor_cores and rows > NARROW:
             found = ruled_tile(self.rule, rounded(rows), *self.shape, groups, known is self.halves)
-        if found is None or (found.wide and not tensor_cores):
+        if found is None or ((found.wide or found.streamed) and not tensor_cores):
             return default_tile(rows, tensor_cores, self.depth)
         return replace(found, high=min(found.high, -(-rows // found.bm)))  # no higher than there are rows
 
@@ -111,8 +117,7 @@ def _nearest(tiles: dict[int, Tile], rows: int) -> Tile:
 
 def rounded(rows: int) -> int:
     """The next number of rows that the rule is asked for: so few that their tiles can be compiled ahead."""
-    step = 64 if rows <= 512 else 256
-    return min(-(-rows // step) * step, 4096)
+    return next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
 
 
 @cache
@@ -130,7 +135,7 @@ def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gat
     piped = [e for e in fitting if pipelines(e.tile)]
     if groups > 1 and rows >= PROMPTS and piped:  # sums in registers: 16 to 25 % faster than all others
         return min(piped, key=taken).tile
-    others = [e for e in fitting if not e.tile.pipelined and (rows <= 512 or not e.tile.apart)]
+    others = [e for e in fitting if not e.tile.pipelined and (rows <= 512 or not (e.tile.apart or e.tile.streamed))]
     return min(others + piped, key=taken).tile
 
 
@@ -150,15 +155,9 @@ def can_pipeline(tile: Tile, outputs: int, inner: int, groups: int) -> bool:
 
 def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float]:
     """Rounds of blocks over Hopper's processors, and the steps of 64 inputs in a block's tile."""
-    parts = groups if tile.apart else 1
-    blocks = -(-rows // (tile.bm * tile.high)) * -(-outputs // tile.bn) * parts
+    parts = groups if tile.apart or tile.streamed else 1
+    blocks = -(-rows // tile.height) * -(-outputs // tile.bn) * parts
     return -(-blocks // (PROCESSORS * tile.resident)), inner / (64 * parts)
-
-
-def streamed_heights(rows: int) -> tuple[int, int]:
-    """Rows of the first and, if it is not 0, the second tile that together hold these."""
-    fitting = [(first, second) for first, second in TWO_TILES if first < rows <= first + second]
-    return min(fitting, key=sum, default=(power(rows, 8), 0))
 
 
 def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
@@ -167,14 +166,33 @@ def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
     More rows, or a vocabulary: one large block with as many stages as shared memory holds; of a weight that has not
     enough columns for all processors half as many columns each.
     """
-    height, second = streamed_heights(rows)
     large = -(-outputs // 128) * groups  # blocks of 128 columns
     if rows > 32:
-        columns = 128 if large >= FULL * PROCESSORS else 64
-        return Tile(height, columns, 64, 4, ROOM // (height + second + columns), streamed=True, second=second)
+        return tall_tile(rows, 128 if large >= FULL * PROCESSORS else 64)
     if large >= MANY_ROUNDS * PROCESSORS:
-        return Tile(height, 128, 64, 4, 10, streamed=True)
-    return Tile(height, 64, 64, 4, 8, resident=2, streamed=True)
+        return Tile(power(rows, 8), 128, 64, 4, 10, streamed=True)
+    return Tile(power(rows, 8), 64, 64, 4, 8, resident=2, streamed=True)
+
+
+def tall_tile(rows: int, columns: int, teams: int = 1) -> Tile:
+    """A streamed tile of more than 32 rows, with a processor to itself."""
+    first, second = row_tiles(rows)
+    stages = ROOM // (first + second + columns)
+    return Tile(first, columns, 64, 4, stages, streamed=True, second=second, teams=teams)
+
+
+def row_tiles(rows: int) -> tuple[int, int]:
+    """Rows of the first and the second tile (0: none) of the smallest height that holds these."""
+    single = {power(rows): (power(rows), 0)} if rows <= STREAMED else {}
+    fitting = single | {height: pair for height, pair in TWO_TILES.items() if height >= rows}
+    return fitting[min(fitting)]
+
+
+def tall_tiles(rows: int) -> list[Tile]:
+    """Streamed tiles worth trying for a bucket of more than STREAMED rows: one, or several that share them evenly."""
+    height = -(-rows // -(-rows // max(TWO_TILES)))
+    most = 3 if height <= 192 else 2  # three teams have too few registers for more rows
+    return [tall_tile(height, 64 * teams, teams) for teams in range(1, most + 1)]
 
 
 def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
@@ -229,9 +247,14 @@ def as_rule(rows: Iterable[Sequence[float]]) -> Rule:
 
 
 def as_tile(values: Sequence[float]) -> Tile:
-    """A tile from a table's row."""
-    bm, bn, bk, warps, stages, wide, resident, high, *flags = map(int, values)
-    return Tile(bm, bn, bk, warps, stages, bool(wide), resident, high, *map(bool, flags))
+    """A tile from a table's row, which may leave out the last fields."""
+    kinds: list[Callable[[float], Any]] = [bool if isinstance(field.default, bool) else int for field in fields(Tile)]
+    return Tile(*(kind(value) for kind, value in zip(kinds, values, strict=False)))
+
+
+def as_entry(tile: Tile) -> list[int]:
+    """A tile as the tables hold it."""
+    return [int(value) for value in astuple(tile)]
 
 
 @cache
@@ -252,8 +275,3 @@ def device_class(device: torch.device) -> str:
 def read(name: str) -> dict[str, Any]:
     file = FOLDER / f"{name}.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
-
-
-def as_entry(tile: Tile) -> list[int]:
-    """A tile as the tables hold it, streamed ones aside."""
-    return [int(value) for value in astuple(tile)[:-2]]
