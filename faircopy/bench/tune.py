@@ -29,7 +29,7 @@ ROWS = {
 }  # fmt: skip
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen
-SURELY = 1.05  # times that a tile may take instead of what the rule expects, and is still used
+SURELY = 1.1  # times that a tile may take instead of what the rule expects, and is still used
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds
 _NARROW = [Tile(0, bn, bk, 4, stages) for bn, bk, stages in product((32, 64, 128), (64, 128), (3, 4))]
 _WIDE = [
@@ -94,7 +94,7 @@ class Bench:
             ms = graph_ms(lambda: [self._run(layer, x, tile) for layer in self.layers], 5) / len(self.layers)
         except Exception:
             return float("inf")
-        return ms * 1e3 + adding(tile, x.shape[0], self.shape[0], self.groups)
+        return ms * 1e3 + tables.adding(tile, x.shape[0], self.shape[0], self.groups)
 
     def _run(self, layer: Linear, x: Tensor, tile: Tile) -> Tensor:
         return layer.run(x, tile, "silu" if self.gated else "none")
@@ -112,11 +112,6 @@ class Bench:
         plan = self.layers[0].plan
         present = plan.gated(rows, True) if self.gated else plan.tile(rows, True, self.groups)
         return list(dict.fromkeys([present, *hopper_candidates(rows, self.groups)]))
-
-
-def adding(tile: Tile, rows: int, outputs: int, groups: int) -> float:
-    """Microseconds that the reader of a product pays for groups of K which are not added yet."""
-    return groups * rows * outputs * 4 / 3e6 if groups > 1 and (tile.apart or tile.streamed) else 0.0
 
 
 def buckets(streams: bool, head: bool = False) -> list[int]:
@@ -201,22 +196,30 @@ def _chosen(record: dict[str, Any], rule: tables.Rule) -> list[int]:
 
 
 def fit(records: Iterable[dict[str, Any]]) -> list[list[float]]:
-    """The cost rule: per tile, for one group of K and for several, the microseconds of a round and of a step of K, by
-    least squares of relative errors."""
-    samples: dict[tuple[int, ...], list[tuple[float, float, float]]] = {}
+    """The cost rule: per tile, for one group of K and for several, the microseconds of a round, of a step of K and of
+    reading a million weights, by least squares of relative errors; what adding groups takes is known."""
+    samples: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
     for record in records:
         outputs, inner = record["shape"]
         groups = 1 if record["gated"] else group_count(inner, outputs)
         for *entry, us in record["tiles"]:
             tile = tables.as_tile(entry)
-            rounds, steps = tables.work(tile, record["rows"], outputs, inner, groups)
-            samples.setdefault((*as_entry(tile), groups > 1), []).append((rounds / us, rounds * steps / us, 1.0))
-    rule = []
-    for entry, rows in samples.items():
-        system = torch.tensor(rows, dtype=torch.float64)
-        over, step = torch.linalg.lstsq(system[:, :2], system[:, 2:]).solution.flatten().tolist()
-        rule.append([*map(int, entry), round(max(over, 0.0), 4), round(max(step, 1e-3), 5)])
-    return rule
+            rounds, steps, million = tables.work(tile, record["rows"], outputs, inner, groups)
+            own = us - tables.adding(tile, record["rows"], outputs, groups)
+            samples.setdefault((*as_entry(tile), groups > 1), []).append(
+                (rounds / own, rounds * steps / own, million / own)
+            )
+    return [[*map(int, entry), *(round(value, 5) for value in _costs(rows))] for entry, rows in samples.items()]
+
+
+def _costs(rows: list[tuple[float, ...]]) -> list[float]:
+    """Factors, none negative, with which each row sums to one, as nearly as can be."""
+    system, kept = torch.tensor(rows, dtype=torch.float64), [0, 1, 2]
+    while True:
+        found = torch.linalg.lstsq(system[:, kept], torch.ones(len(rows), 1, dtype=torch.float64)).solution.flatten()
+        if len(kept) == 1 or float(found.min()) >= 0:
+            return [float(found[kept.index(n)]) if n in kept else 0.0 for n in range(3)]
+        kept.pop(int(found.argmin()))
 
 
 def write_table(file: Path, records: list[dict[str, Any]], about: dict[str, Any]) -> None:

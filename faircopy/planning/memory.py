@@ -21,7 +21,7 @@ from faircopy.sampling import choice_bytes
 from faircopy.verify.rejection import drawing_bytes
 
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
-GRAPH_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+GRAPH_ROWS = (16, 32, 64, 96, 128, 144, 160, 192, 256, 320, 384, 512, 768, 1024)
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
 MARGIN = 0.1  # of a limit: measured peaks were up to 8 % above the predicted ones (docs/planner.md)

@@ -25,20 +25,8 @@ from faircopy.model.base import Model, Taps
 from faircopy.model.trial import tree_scene
 from faircopy.types import Batch, Draft
 
-ROWS = (
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    512,
-    768,
-    GRAPH_ROWS,
-)  # larger passes take the device longer than the host
+# Rows of graphs; larger passes take the device longer than the host.
+ROWS = (16, 32, 64, 96, 128, 144, 160, 192, 256, 320, 384, 512, 768, GRAPH_ROWS)
 UNTIMED = 384  # rows of a pass with prompts and running texts while nothing is known of its time
 WANTED = 128  # rows whose logits a graph computes at most
 LARGER = tuple(rows for rows in TILE_ROWS if rows > WANTED)  # of passes that are launched kernel by kernel, or logits

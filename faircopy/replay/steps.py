@@ -17,7 +17,7 @@ from faircopy.layout.paged import PagedLayout
 from faircopy.model.base import Model, Taps
 
 # Numbers of packed rows that graphs are made for.
-ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))
+ROWS = (8, 16, 32, 48, 64, 96, 128, 144, 160, 192, 256, 384, 512, 768, 1024, 1536, *(2048 << n for n in range(6)))
 
 
 class Step(Protocol):

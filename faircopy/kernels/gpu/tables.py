@@ -76,6 +76,7 @@ class Expected(NamedTuple):
     grouped: bool  # weights with several groups of K
     round: float  # of blocks
     step: float  # of 64 inputs, each round
+    read: float = 0.0  # of a million numbers of the weight
 
 
 Rule = tuple[Expected, ...]
@@ -141,8 +142,14 @@ def ruled_tile(rule: Rule, rows: int, outputs: int, inner: int, groups: int, gat
 
 def microseconds(expected: Expected, rows: int, outputs: int, inner: int, groups: int) -> float:
     """What a product is expected to take with this tile."""
-    rounds, steps = work(expected.tile, rows, outputs, inner, groups)
-    return rounds * (expected.round + expected.step * steps)
+    rounds, steps, million = work(expected.tile, rows, outputs, inner, groups)
+    own = rounds * (expected.round + expected.step * steps) + expected.read * million
+    return own + adding(expected.tile, rows, outputs, groups)
+
+
+def adding(tile: Tile, rows: int, outputs: int, groups: int) -> float:
+    """Microseconds that the reader of a product pays for groups of K which are not added yet."""
+    return groups * rows * outputs * 4 / 3e6 if groups > 1 and (tile.apart or tile.streamed) else 0.0
 
 
 def can_pipeline(tile: Tile, outputs: int, inner: int, groups: int) -> bool:
@@ -153,11 +160,11 @@ def can_pipeline(tile: Tile, outputs: int, inner: int, groups: int) -> bool:
     return inner // groups % tile.bk == 0 and outputs % 8 == 0 and (groups == 1 or tile.bn <= 128)
 
 
-def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float]:
-    """Rounds of blocks over Hopper's processors, and the steps of 64 inputs in a block's tile."""
+def work(tile: Tile, rows: int, outputs: int, inner: int, groups: int) -> tuple[int, float, float]:
+    """Rounds of blocks over Hopper's processors, steps of 64 inputs in a block's tile, and millions of weights."""
     parts = groups if tile.apart or tile.streamed else 1
     blocks = -(-rows // tile.height) * -(-outputs // tile.bn) * parts
-    return -(-blocks // (PROCESSORS * tile.resident)), inner / (64 * parts)
+    return -(-blocks // (PROCESSORS * tile.resident)), inner / (64 * parts), outputs * inner / 1e6
 
 
 def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
@@ -243,7 +250,9 @@ def _rule(kind: str) -> Rule:
 
 def as_rule(rows: Iterable[Sequence[float]]) -> Rule:
     """A rule from a table's rows."""
-    return tuple(Expected(as_tile(entry), bool(grouped), over, step) for *entry, grouped, over, step in rows)
+    return tuple(
+        Expected(as_tile(entry), bool(grouped), over, step, read) for *entry, grouped, over, step, read in rows
+    )
 
 
 def as_tile(values: Sequence[float]) -> Tile:
