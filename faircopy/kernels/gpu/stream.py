@@ -51,11 +51,13 @@ def _copy_rows(x, x2, row, k, full, x_tiles, x2_tiles, stage, BM: gl.constexpr, 
 
 @gluon.jit
 def _copy(
-    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
+    w, x, x2, shared, share,
     BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     TEAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: one stage after the other, as they become free."""
+    full, empty, w_tiles, x_tiles, x2_tiles = shared
+    first, last, parts, tiles, steps = share
     height: gl.constexpr = BM + SECOND
     columns: gl.constexpr = BN // TEAMS
     size: gl.constexpr = (BN + height) * BK * 2
@@ -83,11 +85,12 @@ def _copy(
 
 @gluon.jit
 def _sums(
-    i, steps, full, empty, w_tiles, x_tiles, x2_tiles, TEAM: gl.constexpr, TEAMS: gl.constexpr,
+    i, steps, shared, TEAM: gl.constexpr, TEAMS: gl.constexpr,
     COLUMNS: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """A team's sums of stages i to i + steps, [COLUMNS, BM] and [COLUMNS, SECOND]; without a second tile the first one
     twice."""
+    full, empty, w_tiles, x_tiles, x2_tiles = shared
     acc = gl.zeros([COLUMNS, BM], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16]))
     acc2 = acc
     if SECOND:
@@ -146,17 +149,16 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
+    out, bias, shared, share, M, N,
     BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr,
     GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """One team of multiplying warps: its columns of one unit after the other."""
+    first, last, parts, tiles, steps = share
     columns: gl.constexpr = BN // TEAMS
     for unit in range(first, last):
         i = (unit - first) * steps
-        y, y2 = _sums(
-            i, steps, full, empty, w_tiles, x_tiles, x2_tiles, TEAM, TEAMS, columns, BM, SECOND, STAGES, WARPS
-        )
+        y, y2 = _sums(i, steps, shared, TEAM, TEAMS, columns, BM, SECOND, STAGES, WARPS)
         part, row, col = _place(unit, parts, tiles, BN, BM + SECOND)
         col += TEAM * columns
         _finish(out, bias, y, part, row, col, M, N, columns, BM, GATE, BIASED, WARPS)
@@ -187,63 +189,38 @@ def _stream(
         mbarrier.init(empty.index(stage), count=TEAMS)
     first = (gl.program_id(0) * units) // GRID
     last = ((gl.program_id(0) + 1) * units) // GRID
+    shared = (full, empty, w_tiles, x_tiles, x2_tiles)
+    share = (first, last, parts, tiles, steps)
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
-                )),
-                (_copy, (
-                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
-                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
-                )),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     elif TEAMS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
-                )),
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1,
-                )),
-                (_copy, (
-                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
-                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
-                )),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0,
-                )),
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1,
-                )),
-                (_multiply, (
-                    out, bias, full, empty, w_tiles, x_tiles, x2_tiles, first, last, M, N, parts, tiles, steps,
-                    BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 2,
-                )),
-                (_copy, (
-                    w, x, x2, full, empty, w_tiles, x_tiles, x2_tiles, first, last, parts, tiles, steps,
-                    BN, BM, SECOND, BK, STAGES, TEAMS, PDL,
-                )),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 2)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],
-        )  # fmt: skip
+        )
 
 
 def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
