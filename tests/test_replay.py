@@ -518,6 +518,24 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
     assert {4, 16} <= set(sizes)
 
 
+def test_steps_that_read_prompts_draft_no_more_than_a_graph_has_logits_for(pair, plain, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """N-gram drafts beside prompts: with all nodes of k the pass would be launched kernel by kernel."""
+    for module in (graphs, runner):
+        monkeypatch.setattr(module, "WANTED", 8)
+    by_kernels, wanted = [], []
+    monkeypatch.setattr(graphs.CapturedPasses, "_forward", lambda *args: by_kernels.append(args))
+    size = graphs.CapturedPasses._size
+    monkeypatch.setattr(
+        graphs.CapturedPasses,
+        "_size",
+        lambda self, listed, batch: (wanted.append(len(listed.wanted)), size(self, listed, batch))[1],
+    )
+    engine = build(pair, "ngram", k=4)
+    assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
+    assert not by_kernels and max(wanted) > 4, "some steps that read prompts have drafts, none has too many"
+    assert [engine.captured.eager_nodes(4, n) for n in (1, 2, 4, 8, 9)] == [4, 3, 1, 0, 0]
+
+
 def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=2)
     engine.warm_up()
