@@ -158,7 +158,9 @@ class StepCosts:
         return self.measured or self._level > 0.0
 
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
-        cell = self._cells.setdefault((bucket(batch), k), _Cell())
+        cell = self._cells.get((bucket(batch), k))
+        if cell is None:
+            cell = self._cells[bucket(batch), k] = _Cell()
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)

@@ -91,7 +91,20 @@ class HeadDrafter(Drafter):
             self._read(part)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        self._keep(batch, result, [decision.nodes for decision in verdict.decisions])
+        if len(batch.idle) == result.packed.size == len(batch):
+            self._keep_latest(batch, result)
+        else:
+            self._keep(batch, result, [decision.nodes for decision in verdict.decisions])
+
+    def _keep_latest(self, batch: Batch, result: Result) -> None:
+        """The same where drafting is off and each sequence had one token fed: in most steps then."""
+        states: Tensor | None = None
+        for row, (seq, upto) in enumerate(zip(batch.seqs, batch.upto, strict=True)):
+            known = self._known.get(seq)
+            if known is not None and known.end == upto - 1 and result.states and seq.request.k != 0:
+                states = self._kept(result, None) if states is None else states
+                known.add(upto - 1, states, range(row, row + 1))
+                known.drop(upto - MAX_UNREAD)
 
     def _keep(self, batch: Batch, result: Result, accepted: list[list[int]]) -> None:
         """Keep the states of fed tokens and accepted nodes, in the order of the text, unless they are kept already."""
@@ -118,10 +131,10 @@ class HeadDrafter(Drafter):
             if seq in batch.idle:
                 self._known[seq].drop(first + stop - start - MAX_UNREAD)
 
-    def _kept(self, result: Result, rows: list[int]) -> Tensor:
-        """What the head wants of some rows of a pass, in their order."""
+    def _kept(self, result: Result, rows: list[int] | None) -> Tensor:
+        """What the head wants of some rows of a pass, in their order; None: of all."""
         states = [result.states[layer] for layer in self.wants]
-        if len(rows) < len(states[0]):
+        if rows is not None and len(rows) < len(states[0]):
             index = sent(rows, torch.int64, states[0].device)
             states = [part.index_select(0, index) for part in states]
         return states[0] if len(states) == 1 else torch.cat(states, -1)
