@@ -21,7 +21,9 @@ from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
 from faircopy.drafters.heads import Head
+from faircopy.drafters.networks.blocks import PackedForward
 from faircopy.drafters.trees import NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
+from faircopy.kernels.cpu.product import fits
 from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
@@ -546,6 +548,35 @@ def test_captured_guesses_are_those_from_scratch(
     while engine.busy:
         engine.step()
     assert late.output == references(own, [[5, 6, 7]], [SamplingParams(max_tokens=12)], [0])[0].tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_that_serves_on_a_cpu_is_the_network(
+    checkpoint: Callable[..., str], tmp_path: Path, method: str
+) -> None:
+    """Its products run on the CPU's kernels, where there are some; its weights stay, and may be saved."""
+    folder = checkpoint("llama")
+    model = load(folder)
+    head, saved = head_for(folder, model, method), tmp_path / "head"
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(2, 5, head.input_size, generator=generator)
+    tokens = torch.randint(0, model.vocab, (2, 5), generator=generator)
+    before = dict(head.state_dict())
+
+    def guesses() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [head.over_vocabulary(guess.logits) for guess in head.eval().unroll(states, tokens, 2)]
+
+    wanted = guesses()
+    for _ in range(2):  # of two engines
+        head.serve()
+        for ours, theirs in zip(guesses(), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    linears = [part for part in head.modules() if isinstance(part, torch.nn.Linear)]
+    assert all(isinstance(part.forward, PackedForward) == fits(part.weight) for part in linears) and linears
+    save_head(head, saved)
+    kept = load_head(str(saved), model).state_dict()
+    assert all(torch.equal(weight.bfloat16(), before[name].bfloat16()) for name, weight in kept.items())
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.networks.blocks import Attend, BlockShape, UnrolledAttention, causal
+from faircopy.drafters.networks.blocks import Attend, BlockShape, UnrolledAttention, causal, pack_linears
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape, Packed
@@ -129,13 +129,15 @@ class Head(nn.Module, ABC):
         return self
 
     def serve(self) -> Self:
-        """From now on it only guesses: the target's head is packed as the target packs its own."""
+        """From now on it only guesses: the target's head, and on a CPU its own weights, are packed as the target's."""
         rows, bias, kept = self.token_weights.rows, self.token_weights.bias, self.words
         if kept is not None:
             rows, bias = rows[kept], None if bias is None else bias[kept]
         self._product = product(rows.to(self.dtype), bias, exact=False)
         if self.device.type == "cuda":
             self.run_on_kernels()
+        else:
+            pack_linears(self)
         return self.eval()
 
     def run_on_kernels(self, exact: bool = True) -> None:

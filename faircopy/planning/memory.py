@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from faircopy.kernels.cpu.product import packed_bytes
+from faircopy.kernels.cpu.product import has_kernels, packed_bytes
 from faircopy.layout.base import kv_bytes
 from faircopy.model.base import ModelShape
 from faircopy.model.pass_bytes import activation_bytes, head_layer_bytes, logits_bytes, partial_attention_bytes
@@ -138,8 +138,10 @@ def _weights(setup: Setup) -> list[Item]:
         return [*items, Item("draft weights", weight_bytes(draft.model, device), count)]
     numbers = draft.parameters(setup.levels)
     shared = _shared_copies(target, device) if numbers else 0
-    why = f"{numbers:,} numbers" + (", and its own copy of the target's output layer" if shared else "")
-    return [*items, Item("draft weights", numbers * target.dtype.itemsize + shared, why)]
+    packed = device.type == "cpu" and has_kernels(target.dtype)
+    why = f"{numbers:,} numbers" + (", packed once more" if packed and numbers else "")
+    why += ", and its own copy of the target's output layer" if shared else ""
+    return [*items, Item("draft weights", (1 + packed) * numbers * target.dtype.itemsize + shared, why)]
 
 
 def _shared_copies(target: ModelShape, device: torch.device) -> int:
