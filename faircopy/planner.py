@@ -37,7 +37,6 @@ FORGIVEN = 32  # as far as no more plain steps are forgiven in all
 SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
-EARLY = 32  # drafted steps for which drafting stays on while it has saved time, whatever is expected of the next ones
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
@@ -196,8 +195,6 @@ class AutoLength(DraftLengths):
         self._forgiven = 0.0  # plain steps that slow moments have cost
         self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
-        self._drafted_steps = 0
-        self._begun = 0, 0.0  # drafted steps and seconds saved when drafting was switched on
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
         self._grows_trees = False
@@ -279,7 +276,6 @@ class AutoLength(DraftLengths):
                 self._forgiven += excess / plain
                 seconds -= excess
             self._saved += gained * plain / batch - seconds
-            self._drafted_steps += 1
         self._elapsed += seconds
 
     def _book_reading(self, step: FinishedStep) -> None:
@@ -369,27 +365,17 @@ class AutoLength(DraftLengths):
             return self.k
         best, rate, now = self._best(seqs)
         self._held = 0
-        if not best and self._has_paid():
-            self.reason = f"{counted(self.k, 'draft token')}: they have saved time so far at batch {batch}"
-            return self.k
         self._wait = SOON if best and self.k else self._wait  # it has paid so far
         if best != self.k and rate > BETTER * now:
             if not self._drafts and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
             elif self.k or self._invest(seqs, rate / now - 1.0):
-                self._begun = self._begun if self.k else (self._drafted_steps, self._saved)
                 self.k = best
         if self.k == 0 and self._trial_is_due(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
         elif self.k == 0 and self._table_is_untried(seqs):
             self._try(seqs, f"trying what drafts cost at batch {batch}")
         return self.k
-
-    def _has_paid(self) -> bool:
-        """Whether the first drafted steps have saved time: the costs expected of the next ones are of the very first,
-        in which a drafter reads what it missed and its code runs for the first time."""
-        steps, saved = self._begun
-        return self.k > 0 and self._drafted_steps - steps <= EARLY and self._saved > saved
 
     def _stays_off(self, batch: int) -> bool:
         """Whether drafting stays off without a look at costs: it was decided a moment ago, and no trial may come."""

@@ -170,7 +170,7 @@ class Scheduler:
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
         if not self._capture.takes(batch):
-            return self._before_capture(batch, self._capture)
+            return self._before_capture(batch, len(candidates), self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
         k = self._nodes_of_graph(max(wanted[seq] for seq in batch.seqs))
         return StepPlan(batch, True, k, self._draft_lengths.room(k, len(batch)))
@@ -181,11 +181,12 @@ class Scheduler:
         return self._capture.nodes_for(min(k, self._capture.max_nodes))
 
     @staticmethod
-    def _before_capture(batch: Batch, capture: CaptureRule) -> StepPlan:
-        """A batch as an eager step: if captured steps follow and drafting is expensive, with fewer draft nodes."""
+    def _before_capture(batch: Batch, candidates: int, capture: CaptureRule) -> StepPlan:
+        """A batch as an eager step: if captured steps follow, with no more draft nodes than `_prompt_chunk` left room
+        for."""
         if not capture.follows(batch):
             return StepPlan(batch)
-        max_nodes = [capture.eager_nodes(nodes, len(batch)) for nodes in batch.max_nodes]
+        max_nodes = [capture.eager_nodes(nodes, candidates) for nodes in batch.max_nodes]
         return StepPlan(replace(batch, max_nodes=max_nodes, shared_k=None), before_capture=True)
 
     def _fill(self, candidates: list[Sequence], lengths: list[int], under_way: Set[Sequence]) -> Batch:

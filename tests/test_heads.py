@@ -21,7 +21,7 @@ from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
 from faircopy.drafters.heads import Head
-from faircopy.drafters.networks.blocks import PackedForward
+from faircopy.drafters.networks.blocks import packed_linears
 from faircopy.drafters.trees import NodeBudgetTree, RerankedTree, StaticTree, Tree, best_shape
 from faircopy.kernels.cpu.product import fits
 from faircopy.layout.block_tables import BlockTables
@@ -352,6 +352,43 @@ def test_a_request_that_wants_no_drafts_costs_no_states(checkpoint: Callable[...
     assert quiet.drafted == 0 < loud.drafted
 
 
+@pytest.mark.parametrize("method", ["clover", "eagle3"])
+def test_states_are_kept_alike_where_drafting_is_off(checkpoint: Callable[..., str], method: str) -> None:
+    """Steps in which all are idle are kept by a shorter way: the same states of the same sequences, whoever waits."""
+    folder = checkpoint("llama")
+    model = load(folder)
+
+    def seen(short: bool) -> list[dict[int, list[tuple[int, int]]]]:
+        source, found = random.Random(3), []
+        off: list[bool] = [False]
+        engine = engine_of(
+            model,
+            draft=head_for(folder, model, method),
+            lengths=lambda seq: 0 if off[0] else 4 if seq.request.k is None else seq.request.k,
+            max_batch=4,
+            chunk=24,
+            page=8,
+            cache_memory="160KiB",
+        )
+        drafter = engine.drafter
+        assert isinstance(drafter, HeadDrafter)
+        if not short:
+            drafter.observe = lambda batch, draft, result, verdict: drafter._keep(  # type: ignore[method-assign]
+                batch, result, [decision.nodes for decision in verdict.decisions]
+            )
+        for n in range(9):
+            prompt = tuple(source.randrange(3, 60) for _ in range((1, 9, 40)[n % 3])) if n % 4 else (5, 6, 7, 8) * 5
+            engine.add(Request(prompt, SamplingParams(max_tokens=source.randint(6, 40)), k=0 if n % 5 == 4 else None))
+        while engine.busy:
+            off[0] = source.random() < 0.7 if len(found) % 6 == 0 else off[0]
+            engine.step()
+            found.append({seq.id: [piece[:2] for piece in known._pieces] for seq, known in drafter._known.items()})
+        assert engine.meter.drafted > 20
+        return found
+
+    assert seen(True) == seen(False)
+
+
 def test_states_that_wait_are_read_in_the_end(checkpoint: Callable[..., str]) -> None:
     """A sequence that is given no room for long does not pile up states."""
     folder = checkpoint("llama")
@@ -554,14 +591,14 @@ def test_captured_guesses_are_those_from_scratch(
 def test_a_head_that_serves_on_a_cpu_is_the_network(
     checkpoint: Callable[..., str], tmp_path: Path, method: str
 ) -> None:
-    """Its products run on the CPU's kernels, where there are some; its weights stay, and may be saved."""
+    """Its products run on the CPU's kernels, where there are some; it has its size, and can be saved."""
     folder = checkpoint("llama")
     model = load(folder)
     head, saved = head_for(folder, model, method), tmp_path / "head"
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(2, 5, head.input_size, generator=generator)
     tokens = torch.randint(0, model.vocab, (2, 5), generator=generator)
-    before = dict(head.state_dict())
+    before, about = dict(head.state_dict()), (head.size, head.dtype, head.device)
 
     def guesses() -> list[torch.Tensor]:
         with torch.no_grad():
@@ -572,8 +609,8 @@ def test_a_head_that_serves_on_a_cpu_is_the_network(
         head.serve()
         for ours, theirs in zip(guesses(), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    linears = [part for part in head.modules() if isinstance(part, torch.nn.Linear)]
-    assert all(isinstance(part.forward, PackedForward) == fits(part.weight) for part in linears) and linears
+    assert bool(packed_linears(head)) == fits(torch.zeros(2, 2))
+    assert (head.size, head.dtype, head.device) == about and head.weight_bytes >= 4 * head.size
     save_head(head, saved)
     kept = load_head(str(saved), model).state_dict()
     assert all(torch.equal(weight.bfloat16(), before[name].bfloat16()) for name, weight in kept.items())

@@ -91,18 +91,18 @@ class HeadDrafter(Drafter):
             self._read(part)
 
     def observe(self, batch: Batch, draft: Draft, result: Result, verdict: Verdict) -> None:
-        if len(batch.idle) == result.packed.size == len(batch):
+        decoding = result.packed.size == len(batch) and bool(result.states)
+        if decoding and all(seq in batch.idle and seq.request.k != 0 for seq in batch.seqs):
             self._keep_latest(batch, result)
         else:
             self._keep(batch, result, [decision.nodes for decision in verdict.decisions])
 
     def _keep_latest(self, batch: Batch, result: Result) -> None:
-        """The same where drafting is off and each sequence had one token fed: in most steps then."""
-        states: Tensor | None = None
+        """The same where drafting is off for all and each sequence had one token fed, as in most steps then."""
+        states = self._kept(result, None)
         for row, (seq, upto) in enumerate(zip(batch.seqs, batch.upto, strict=True)):
-            known = self._known.get(seq)
-            if known is not None and known.end == upto - 1 and result.states and seq.request.k != 0:
-                states = self._kept(result, None) if states is None else states
+            if self._follows(seq, upto - 1):
+                known = self._known.setdefault(seq, SequenceStates())
                 known.add(upto - 1, states, range(row, row + 1))
                 known.drop(upto - MAX_UNREAD)
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faircopy.drafters.networks.blocks import Attend, BlockShape, UnrolledAttention, causal, pack_linears
+from faircopy.drafters.networks.blocks import (
+    Attend,
+    BlockShape,
+    UnrolledAttention,
+    causal,
+    pack_linears,
+    packed_linears,
+)
 from faircopy.drafters.trees import Tree
 from faircopy.kernels.linear import Product, product
 from faircopy.layout.base import LayerShape, Packed
@@ -101,12 +109,17 @@ class Head(nn.Module, ABC):
     @property
     def size(self) -> int:
         """Trained parameters."""
-        return sum(p.numel() for p in self.parameters())
+        return sum(p.numel() for p in self.parameters()) + sum(part.numbers for part in packed_linears(self))
+
+    @property
+    def largest(self) -> int:
+        """Numbers of its largest weight."""
+        return max([*(p.numel() for p in self.parameters()), *(part.numbers for part in packed_linears(self))])
 
     @property
     def weight_bytes(self) -> int:
         """Memory of its own parameters; what it shares with its target is the target's."""
-        return sum(p.nbytes for p in self.parameters())
+        return sum(p.nbytes for p in self.parameters()) + sum(part.nbytes for part in packed_linears(self))
 
     @property
     def grows_trees(self) -> bool:
@@ -197,7 +210,7 @@ class Head(nn.Module, ABC):
         return logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf).index_copy(-1, self.words, logits)
 
     def _like(self) -> Tensor:
-        return next(self.parameters())
+        return next(chain(self.parameters(), (part.like for part in packed_linears(self))))
 
 
 def text_rows(tokens: Tensor, attend: Attend = causal) -> Rows:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from faircopy.kernels.cpu.product import has_kernels, packed_bytes
+from faircopy.kernels.cpu.product import packed_bytes
 from faircopy.layout.base import kv_bytes
 from faircopy.model.base import ModelShape
 from faircopy.model.pass_bytes import activation_bytes, head_layer_bytes, logits_bytes, partial_attention_bytes
@@ -83,7 +83,7 @@ def memory_items(setup: Setup) -> list[Item]:
     fixed = [*_weights(setup), *_cache(setup)]
     working = [*_working(setup), *_graphs(setup)]
     items = [*fixed, *working]
-    loading = _loading(setup) - sum(item.bytes for item in items[1:])
+    loading = max(_loading(setup), _loading_head(setup, fixed)) - sum(item.bytes for item in items[1:])
     if loading > 0:
         items.append(Item("loading", loading, "beside the weights while they are read and tested, more than later"))
     items.append(Item("margin", _margin(setup, total(items)), f"{setup.margin:.0%}, for errors of this table"))
@@ -137,19 +137,17 @@ def _weights(setup: Setup) -> list[Item]:
         count = f"{draft.model.parameters:,} numbers"
         return [*items, Item("draft weights", weight_bytes(draft.model, device), count)]
     numbers = draft.parameters(setup.levels)
-    shared = _shared_copies(target, device) if numbers else 0
-    packed = device.type == "cpu" and has_kernels(target.dtype)
-    why = f"{numbers:,} numbers" + (", packed once more" if packed and numbers else "")
-    why += ", and its own copy of the target's output layer" if shared else ""
-    return [*items, Item("draft weights", (1 + packed) * numbers * target.dtype.itemsize + shared, why)]
+    shared = _shared_copies(target, draft.words or target.vocab, device) if numbers else 0
+    why = f"{numbers:,} numbers" + (", and its own copy of the target's output layer" if shared else "")
+    return [*items, Item("draft weights", numbers * target.dtype.itemsize + shared, why)]
 
 
-def _shared_copies(target: ModelShape, device: torch.device) -> int:
-    """What a head copies of its target's embedding and output layer, where the target keeps a product alone."""
+def _shared_copies(target: ModelShape, words: int, device: torch.device) -> int:
+    """What a head that guesses this many tokens copies of its target's embedding and output layer, where the target
+    keeps a product alone."""
     numbers = target.vocab * target.hidden * target.dtype.itemsize
     if device.type == "cpu":
-        packed = packed_bytes(target.vocab, target.hidden, target.dtype.itemsize)
-        return packed + numbers
+        return packed_bytes(words, target.hidden, target.dtype.itemsize) + numbers
     return 0 if target.tied else numbers
 
 
@@ -225,6 +223,14 @@ def _pass_graphs(shape: ModelShape, setup: Setup) -> int:
     rows = [n for n in GRAPH_ROWS if n == GRAPH_ROWS[0] or n < 2 * shape.context * setup.batch]
     kept = sum(logits_bytes(shape, min(n, GRAPH_WANTED)) for n in rows)
     return activation_bytes(shape, max(rows), setup.device) + kept
+
+
+def _loading_head(setup: Setup, fixed: list[Item]) -> int:
+    """Beside the target's weights while a head's are packed on a CPU, one by one: one of them is there twice."""
+    if setup.device.type != "cpu" or setup.draft.kind != "head":
+        return 0
+    own = sum(item.bytes for item in fixed if item.name == "draft weights")
+    return own + setup.draft.largest * setup.target.dtype.itemsize
 
 
 def _loading(setup: Setup) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,24 +101,51 @@ class Block(nn.Module):
         return out
 
 
-class PackedForward:
-    """A linear layer's product on the CPU's kernels: faster for few rows, and as fast in the first call as later on."""
+class PackedLinear(nn.Module):
+    """A linear layer on the CPU's kernels: faster for few rows, and as fast in the first call as later on.
+
+    Its weight lies packed, and is put together again to be saved.
+    """
+
+    like: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        self._product = PackedWeight(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        super().__init__()
+        weight, self.bias = linear.weight.detach(), linear.bias
+        self._product = PackedWeight(weight, None if self.bias is None else self.bias.detach())
+        self._outputs, self.numbers = len(weight), weight.numel()
+        self.register_buffer("like", weight.new_empty(0), persistent=False)  # its type and place
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x.flatten(0, -2)).view(*x.shape[:-1], self._outputs)
+
+    @property
+    def weight(self) -> Tensor:
+        return self._product.rows(torch.arange(self._outputs))
+
+    @property
+    def nbytes(self) -> int:
+        return self._product.nbytes
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
 
 
 def pack_linears(network: nn.Module) -> None:
     """Let a network that learns no more run its products on the CPU's kernels, where there are some for its weights.
 
-    Its own weights stay, so that it can be saved.
+    Weights are packed one after the other, so that no more than one is there twice.
     """
-    for linear in network.modules():
-        if isinstance(linear, nn.Linear) and fits(linear.weight) and not isinstance(linear.forward, PackedForward):
-            linear.forward = PackedForward(linear)  # type: ignore[assignment, method-assign]
+    for parent in [module for module in network.modules() if not isinstance(module, nn.Linear)]:
+        for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
+            linear: nn.Linear = getattr(parent, name)
+            if fits(linear.weight):
+                setattr(parent, name, PackedLinear(linear))
+
+
+def packed_linears(network: nn.Module) -> list[PackedLinear]:
+    return [module for module in network.modules() if isinstance(module, PackedLinear)]
 
 
 class Rope(nn.Module):

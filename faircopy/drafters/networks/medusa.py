@@ -55,7 +55,7 @@ class Medusa(Head):
 
     def step(self, level: int, memory: Tensor, tokens: Tensor, rows: Rows | None = None) -> Guess:
         out = self.blocks[level](memory)
-        logits = self._outputs()[level](out) / self.token_weights.divisor if self.own else self.speak(out)
+        logits = self.outputs[level](out) / self.token_weights.divisor if self.own else self.speak(out)
         return Guess(logits, memory, out)
 
     def all_levels(self, memory: Tensor, levels: int) -> list[Tensor]:

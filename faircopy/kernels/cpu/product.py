@@ -67,19 +67,12 @@ def packed_bytes(outputs: int, inner: int, itemsize: int) -> int:
 def fits(weight: Tensor, activation: str | None = None) -> bool:
     """Whether there is a kernel for this weight, and this activation of gate times up, on this processor."""
     known = processor()
-    if known is None or weight.device.type != "cpu" or not has_kernels(weight.dtype):
+    if known is None or weight.device.type != "cpu" or not has_openmp():
         return False
     if activation is not None and (activation not in GATED or weight.shape[0] % (2 * known.lanes)):
         return False
-    return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
-
-
-def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether this processor has products of this type, for weights whose rows are whole pairs."""
-    known = processor()
-    if known is None or not has_openmp():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and known.bfloat16)
+    pairs = weight.dtype == torch.bfloat16 and known.bfloat16 and weight.shape[1] % 2 == 0
+    return pairs or weight.dtype == torch.float32
 
 
 def _panels(weight: Tensor, columns: int, halves: int) -> Tensor:
