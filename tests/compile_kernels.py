@@ -54,7 +54,7 @@ FLASH = {
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
 STREAM = {
-    "BN": 64, "BM": 8, "SECOND": 0, "TEAMS": 1, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4,
+    "BN": 64, "BM": 8, "SECOND": 0, "WARPGROUPS": 1, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4,
     "PDL": True, "bias": None, "x2": None,
 }  # fmt: skip
 PIPELINED = {
@@ -83,15 +83,15 @@ HOPPER_ALONE = (
 
 
 def tall_streams() -> Iterator[Kernel]:
-    """The streamed tiles of most rows, by teams, with the largest results."""
+    """The streamed tiles of most rows, by warpgroups, with the largest results."""
     for tile in (*tables.tall_tiles(192), *tables.tall_tiles(256)):
         constants = STREAM | {
-            "BM": tile.bm, "SECOND": tile.second, "BN": tile.bn, "STAGES": tile.stages, "TEAMS": tile.teams,
+            "BM": tile.bm, "SECOND": tile.second, "BN": tile.bn, "STAGES": tile.stages, "WARPGROUPS": tile.warpgroups,
             "GATE": "none",
         }  # fmt: skip
         del constants["x2"]
-        types = {"out": "*fp32", "w": described(tile.bn // tile.teams, 64), "x": described(tile.bm, 64)}
-        options = {"maxnreg": stream.MANY[tile.bn]} if tile.teams == 1 else {}
+        types = {"out": "*fp32", "w": described(tile.bn // tile.warpgroups, 64), "x": described(tile.bm, 64)}
+        options = {"maxnreg": stream.MANY[tile.bn]} if tile.warpgroups == 1 else {}
         yield stream._stream, constants, types | {"x2": described(tile.second, 64)}, options
 
 

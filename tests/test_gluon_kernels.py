@@ -97,10 +97,10 @@ def wanted(layer: linear.Linear, x: Tensor, gate: str) -> Tensor:
     return parts if gate == "none" else linear.gated_twin(parts[0].to(x.dtype), gate)[None]
 
 
-SMALL, ONE_TEAM = Tile(16, 64, 64, 4, 4, streamed=True), Tile(128, 128, 64, 4, 3, streamed=True)
-TWO_HEIGHTS, TWO_TEAMS, THREE_TEAMS = (
-    Tile(bm, bn, 64, 4, 2, streamed=True, second=16, teams=teams)
-    for bm, bn, teams in ((64, 128, 1), (64, 128, 2), (32, 192, 3))
+SMALL, ONE_WARPGROUP = Tile(16, 64, 64, 4, 4, streamed=True), Tile(128, 128, 64, 4, 3, streamed=True)
+TWO_HEIGHTS, TWO_WARPGROUPS, THREE_WARPGROUPS = (
+    Tile(bm, bn, 64, 4, 2, streamed=True, second=16, warpgroups=warpgroups)
+    for bm, bn, warpgroups in ((64, 128, 1), (64, 128, 2), (32, 192, 3))
 )
 
 
@@ -110,14 +110,14 @@ TWO_HEIGHTS, TWO_TEAMS, THREE_TEAMS = (
         (1, True, 5, "none", SMALL),
         (4, False, 13, "none", SMALL),
         (1, False, 9, "silu", SMALL),
-        (4, True, 100, "none", ONE_TEAM),
-        (1, False, 66, "silu", ONE_TEAM),
+        (4, True, 100, "none", ONE_WARPGROUP),
+        (1, False, 66, "silu", ONE_WARPGROUP),
         (4, True, 70, "none", TWO_HEIGHTS),
         (1, False, 70, "silu", TWO_HEIGHTS),
-        (4, True, 90, "none", TWO_TEAMS),  # two tiles of rows
-        (1, False, 75, "silu", TWO_TEAMS),
-        (4, True, 47, "none", THREE_TEAMS),
-        (1, False, 100, "silu", THREE_TEAMS),
+        (4, True, 90, "none", TWO_WARPGROUPS),  # two tiles of rows
+        (1, False, 75, "silu", TWO_WARPGROUPS),
+        (4, True, 47, "none", THREE_WARPGROUPS),
+        (1, False, 100, "silu", THREE_WARPGROUPS),
     ],
 )
 def test_streamed_products(hopper: Set, groups: int, biased: bool, rows: int, gate: str, tile: Tile) -> None:

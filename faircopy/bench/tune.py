@@ -29,7 +29,7 @@ ROWS = {
 }  # fmt: skip
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen
-SURELY = 1.1  # times that a tile may take instead of what the rule expects, and is still used
+SAFETY = 1.1  # times that a tile may take instead of what the rule expects, and is still used
 COLD = 256 << 20  # weights rotate through more bytes than the cache holds
 _NARROW = [Tile(0, bn, bk, 4, stages) for bn, bk, stages in product((32, 64, 128), (64, 128), (3, 4))]
 _WIDE = [
@@ -108,7 +108,7 @@ class Bench:
                     self._run(self.layers[0], x, tile)
 
     def against_present(self, rows: int) -> list[Tile]:
-        """The tile that is used at present, and those that came with taller streamed tiles."""
+        """The tile in use for this many rows, and the tiles that Hopper alone has."""
         plan = self.layers[0].plan
         present = plan.gated(rows, True) if self.gated else plan.tile(rows, True, self.groups)
         return list(dict.fromkeys([present, *hopper_candidates(rows, self.groups)]))
@@ -172,7 +172,7 @@ def _expected_streamed(record: dict[str, Any], rule: tables.Rule) -> list[int] |
     wanted = [e for e in rule if e.grouped == (groups > 1) and e.tile in tall_tiles(record["rows"])]
     expected = {e.tile: tables.microseconds(e, record["rows"], outputs, inner, groups) for e in wanted}
     best = min(expected, key=expected.__getitem__, default=None)
-    return as_entry(best) if best is not None and SURELY * expected[best] < min(timed.values()) else None
+    return as_entry(best) if best is not None and SAFETY * expected[best] < min(timed.values()) else None
 
 
 def _chosen(record: dict[str, Any], rule: tables.Rule) -> list[int]:

@@ -112,7 +112,7 @@ class Head(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters()) + sum(part.numbers for part in packed_linears(self))
 
     @property
-    def largest(self) -> int:
+    def largest_weight(self) -> int:
         """Numbers of its largest weight."""
         return max([*(p.numel() for p in self.parameters()), *(part.numbers for part in packed_linears(self))])
 

@@ -31,8 +31,8 @@ class DraftShape:
     sizes: tuple[int, ...] = ()  # parameters of a head that guesses 1, 2, ... tokens ahead
     layers: tuple[LayerShape, ...] = ()  # of a head: those with keys and values
     inputs: int = 0  # numbers of hidden state that a head reads per row
-    words: int = 0  # tokens that a head guesses, of a reduced vocabulary; 0: all
-    largest: int = 0  # numbers of a head's largest weight
+    draft_vocab: int = 0  # tokens that a head guesses, if not the whole vocabulary; 0: all
+    largest_weight: int = 0  # numbers of a head's largest weight
     levels: int = 0  # tokens it drafts ahead at most; 0: as many as it is asked for
     breadth: int = 1  # rows per sequence whose children it looks for at once, at most
     accuracy: tuple[tuple[float, ...], ...] = ()  # of a static tree: how often each rank of each level is right
@@ -102,8 +102,8 @@ def _head(name: str, head: Head, sizes: tuple[int, ...]) -> DraftShape:
         sizes=sizes,
         layers=tuple(head.layers),
         inputs=head.input_size,
-        words=0 if head.words is None else len(head.words),
-        largest=head.largest,
+        draft_vocab=0 if head.words is None else len(head.words),
+        largest_weight=head.largest_weight,
         levels=head.levels,
         breadth=1 if head.config.method == "medusa" else OFFERED,
         accuracy=tuple(tuple(level[:OFFERED]) for level in table),

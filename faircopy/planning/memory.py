@@ -137,17 +137,17 @@ def _weights(setup: Setup) -> list[Item]:
         count = f"{draft.model.parameters:,} numbers"
         return [*items, Item("draft weights", weight_bytes(draft.model, device), count)]
     numbers = draft.parameters(setup.levels)
-    shared = _shared_copies(target, draft.words or target.vocab, device) if numbers else 0
+    shared = _shared_copies(target, draft.draft_vocab or target.vocab, device) if numbers else 0
     why = f"{numbers:,} numbers" + (", and its own copy of the target's output layer" if shared else "")
     return [*items, Item("draft weights", numbers * target.dtype.itemsize + shared, why)]
 
 
-def _shared_copies(target: ModelShape, words: int, device: torch.device) -> int:
+def _shared_copies(target: ModelShape, draft_vocab: int, device: torch.device) -> int:
     """What a head that guesses this many tokens copies of its target's embedding and output layer, where the target
     keeps a product alone."""
     numbers = target.vocab * target.hidden * target.dtype.itemsize
     if device.type == "cpu":
-        return packed_bytes(words, target.hidden, target.dtype.itemsize) + numbers
+        return packed_bytes(draft_vocab, target.hidden, target.dtype.itemsize) + numbers
     return 0 if target.tied else numbers
 
 
@@ -230,7 +230,7 @@ def _loading_head(setup: Setup, fixed: list[Item]) -> int:
     if setup.device.type != "cpu" or setup.draft.kind != "head":
         return 0
     own = sum(item.bytes for item in fixed if item.name == "draft weights")
-    return own + setup.draft.largest * setup.target.dtype.itemsize
+    return own + setup.draft.largest_weight * setup.target.dtype.itemsize
 
 
 def _loading(setup: Setup) -> int:

@@ -36,6 +36,7 @@ from faircopy.kernels.gpu.pages import (
     PagePlan,
     block_length,
 )
+from faircopy.kernels.gpu.stream import barriers
 
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
@@ -433,17 +434,6 @@ def _multiply(
         gdc_wait()  # a block without work must not end before the kernel ahead
 
 
-@gluon.jit
-def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Of a ring of slots: full and empty."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty
-
-
 @launched
 @gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
 def _flash(
@@ -466,7 +456,7 @@ def _flash(
     query = gl.allocate_shared_memory(kind, [BM, D], tall)
     pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
     slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
-    full, empty = _barriers(SLOTS, 2 if TALL else 1)
+    full, empty = barriers(SLOTS, 2 if TALL else 1)
     head, tile, offset, at, end = _share(
         rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )

@@ -336,7 +336,7 @@ class Linear:
         out = torch.empty(parts, x.shape[0], outputs, dtype=made, device=x.device)
         more = options(x.device)
         if t.streamed:
-            weight = self._descriptor(t.bn // t.teams, t.bk, stream.descriptor)
+            weight = self._descriptor(t.bn // t.warpgroups, t.bk, stream.descriptor)
             stream.stream(weight, self.bias, x, out, t, gate, more)
             return out
         if t.pipelined:

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors, shared_memory
-from faircopy.kernels.gpu.stream import put_columns
+from faircopy.kernels.gpu.stream import barriers, put_columns
 
 NUMBERS = 8192  # of all rows that a block normalises for itself, padded, at most
 FEW = 2  # rows that a product normalises on its way: of more, each block would read too much
@@ -177,11 +177,7 @@ def _normed_stream(
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BK], w.dtype)
     inputs = gl.allocate_shared_memory(w.dtype, [BLOCK // BK, TILE, BK], narrow)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = barriers(STAGES, 1)
     first = (gl.program_id(0) * units) // gl.num_programs(0)
     last = ((gl.program_id(0) + 1) * units) // gl.num_programs(0)
     gl.warp_specialize(

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import launched, processors
-from faircopy.kernels.gpu.stream import descriptor
+from faircopy.kernels.gpu.stream import barriers, descriptor
 from faircopy.kernels.gpu.tables import Tile
 
 ROWS = 64  # of a tile, for each of the two groups of warps
@@ -174,11 +174,7 @@ def _pipelined(
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS, BK], x.layout)
     staged = gl.allocate_shared_memory(x.dtype, [2, ROWS, WIDTH], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, 2)
     tiles_m, tiles_n = (M + 2 * ROWS - 1) // (2 * ROWS), (N + BN - 1) // BN
     gl.warp_specialize(
         [

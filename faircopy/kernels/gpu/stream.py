@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper: one warp copies tiles into shared memory, four others multiply them.
+"""Products of few rows on Hopper: one warp copies tiles into shared memory, one to three warpgroups multiply them.
 
 The weights' tile is the left operand and the rows' tile the right one, since the tensor cores take 64 of the left and
 as few as 8 of the right. Tiles are powers of two. For numbers of rows in between, two tiles of rows share each tile of
@@ -34,11 +34,11 @@ def _place(unit, parts, tiles, BN: gl.constexpr, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weights(w, col, k, full, w_tiles, stage, COLUMNS: gl.constexpr, TEAMS: gl.constexpr):
-    """One stage of all teams' weights."""
-    for team in gl.static_range(TEAMS):
-        where = w_tiles.index(stage * TEAMS + team)
-        tma.async_copy_global_to_shared(w, [col + team * COLUMNS, k], full.index(stage), where)
+def _copy_weights(w, col, k, full, w_tiles, stage, COLUMNS: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """One stage of all warpgroups' weights."""
+    for warpgroup in gl.static_range(WARPGROUPS):
+        where = w_tiles.index(stage * WARPGROUPS + warpgroup)
+        tma.async_copy_global_to_shared(w, [col + warpgroup * COLUMNS, k], full.index(stage), where)
 
 
 @gluon.jit
@@ -53,20 +53,20 @@ def _copy_rows(x, x2, row, k, full, x_tiles, x2_tiles, stage, BM: gl.constexpr, 
 def _copy(
     w, x, x2, shared, share,
     BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TEAMS: gl.constexpr, PDL: gl.constexpr,
+    WARPGROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: one stage after the other, as they become free."""
     full, empty, w_tiles, x_tiles, x2_tiles = shared
     first, last, parts, tiles, steps = share
     height: gl.constexpr = BM + SECOND
-    columns: gl.constexpr = BN // TEAMS
+    columns: gl.constexpr = BN // WARPGROUPS
     size: gl.constexpr = (BN + height) * BK * 2
     total = (last - first) * steps
     ahead = gl.minimum(total, STAGES)
     for i in range(ahead):
         part, _, col = _place(first + i // steps, parts, tiles, BN, height)
         mbarrier.expect(full.index(i), size)
-        _copy_weights(w, col, (part * steps + i % steps) * BK, full, w_tiles, i, columns, TEAMS)
+        _copy_weights(w, col, (part * steps + i % steps) * BK, full, w_tiles, i, columns, WARPGROUPS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -79,26 +79,27 @@ def _copy(
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), size)
-        _copy_weights(w, col, k, full, w_tiles, stage, columns, TEAMS)
+        _copy_weights(w, col, k, full, w_tiles, stage, columns, WARPGROUPS)
         _copy_rows(x, x2, row, k, full, x_tiles, x2_tiles, stage, BM, SECOND)
 
 
 @gluon.jit
 def _sums(
-    i, steps, shared, TEAM: gl.constexpr, TEAMS: gl.constexpr,
+    i, steps, shared, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A team's sums of stages i to i + steps, [COLUMNS, BM] and [COLUMNS, SECOND]; without a second tile the first one
-    twice."""
+    """A warpgroup's sums of stages i to i + steps, [COLUMNS, BM] and [COLUMNS, SECOND]; without a second tile the
+    first one twice."""
     full, empty, w_tiles, x_tiles, x2_tiles = shared
     acc = gl.zeros([COLUMNS, BM], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16]))
     acc2 = acc
     if SECOND:
-        acc2 = gl.zeros([COLUMNS, SECOND], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16]))
+        layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16])
+        acc2 = gl.zeros([COLUMNS, SECOND], gl.float32, layout2)
     for k in range(i, i + steps):
         stage = k % STAGES
         mbarrier.wait(full.index(stage), (k // STAGES) & 1)
-        w = w_tiles.index(stage * TEAMS + TEAM)
+        w = w_tiles.index(stage * WARPGROUPS + WARPGROUP)
         acc = warpgroup_mma(w, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         if SECOND:
             acc2 = warpgroup_mma(w, x2_tiles.index(stage).permute((1, 0)), acc2, is_async=True)
@@ -150,20 +151,46 @@ def _finish(
 @gluon.jit
 def _multiply(
     out, bias, shared, share, M, N,
-    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr,
-    GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, TEAM: gl.constexpr,
+    BN: gl.constexpr, BM: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, WARPGROUPS: gl.constexpr,
+    GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """One team of multiplying warps: its columns of one unit after the other."""
+    """One multiplying warpgroup: its columns of one unit after the other."""
     first, last, parts, tiles, steps = share
-    columns: gl.constexpr = BN // TEAMS
+    columns: gl.constexpr = BN // WARPGROUPS
     for unit in range(first, last):
         i = (unit - first) * steps
-        y, y2 = _sums(i, steps, shared, TEAM, TEAMS, columns, BM, SECOND, STAGES, WARPS)
+        y, y2 = _sums(i, steps, shared, WARPGROUP, WARPGROUPS, columns, BM, SECOND, STAGES, WARPS)
         part, row, col = _place(unit, parts, tiles, BN, BM + SECOND)
-        col += TEAM * columns
+        col += WARPGROUP * columns
         _finish(out, bias, y, part, row, col, M, N, columns, BM, GATE, BIASED, WARPS)
         if SECOND:
             _finish(out, bias, y2, part, row + BM, col, M, N, columns, SECOND, GATE, BIASED, WARPS)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Two for each stage: its copy has arrived, and all that read it are done."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def _allocated(
+    w, x, x2, BM: gl.constexpr, SECOND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of all stages: barriers of copies and of products, tiles of weights and of rows."""
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES * WARPGROUPS, BN // WARPGROUPS, BK], w.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    x2_tiles = x_tiles
+    if SECOND:
+        x2_tiles = gl.allocate_shared_memory(x2.dtype, [STAGES, SECOND, BK], x2.layout)
+    full, empty = barriers(STAGES, WARPGROUPS)
+    return full, empty, w_tiles, x_tiles, x2_tiles
 
 
 @launched
@@ -171,41 +198,32 @@ def _multiply(
 def _stream(
     w, x, x2, bias, out, M, N, units, parts, tiles, steps, GRID,
     BM: gl.constexpr, SECOND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TEAMS: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    WARPGROUPS: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Each block takes the same share of all units (tile of weights, tile of rows, group of K).
 
     x2: the rows again, in tiles of SECOND; None if that is 0.
     """
-    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES * TEAMS, BN // TEAMS, BK], w.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    x2_tiles = x_tiles
-    if SECOND:
-        x2_tiles = gl.allocate_shared_memory(x2.dtype, [STAGES, SECOND, BK], x2.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=TEAMS)
+    shared = _allocated(w, x, x2, BM, SECOND, BN, BK, STAGES, WARPGROUPS)
     first = (gl.program_id(0) * units) // GRID
     last = ((gl.program_id(0) + 1) * units) // GRID
-    shared = (full, empty, w_tiles, x_tiles, x2_tiles)
     share = (first, last, parts, tiles, steps)
-    if TEAMS == 1:
+    # Warps and registers of all partitions but the first; together they have a processor's registers.
+    if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
-                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 1, GATE, BIASED, WARPS, 0)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, 1, PDL)),
             ],
             [1],
             [24],
         )
-    elif TEAMS == 2:
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1)),
-                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 2, GATE, BIASED, WARPS, 0)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 2, GATE, BIASED, WARPS, 1)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, 2, PDL)),
             ],
             [4, 1],
             [232, 40],
@@ -213,10 +231,10 @@ def _stream(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 0)),
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 1)),
-                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, TEAMS, GATE, BIASED, WARPS, 2)),
-                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, TEAMS, PDL)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 3, GATE, BIASED, WARPS, 0)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 3, GATE, BIASED, WARPS, 1)),
+                (_multiply, (out, bias, shared, share, M, N, BN, BM, SECOND, STAGES, 3, GATE, BIASED, WARPS, 2)),
+                (_copy, (w, x, x2, shared, share, BN, BM, SECOND, BK, STAGES, 3, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -233,16 +251,16 @@ def descriptor(tensor: Tensor, height: int, depth: int) -> TensorDescriptor:
 def stream(
     weights: TensorDescriptor, bias: Tensor | None, x: Tensor, out: Tensor, tile: Tile, gate: str, more: dict[str, Any]
 ) -> None:
-    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, each part a group of K. weights: tiles of a team."""
+    """out [parts, M, N or N / 2] = x [M, K] @ weights [N, K].T, parts: groups of K. weights: a warpgroup's tiles."""
     (outputs, inner), parts = weights.shape, out.shape[0]
     tiles = -(-x.shape[0] // tile.height)
     units = -(-outputs // tile.bn) * tiles * parts
     grid = min(units, processors(x.device) * tile.resident)
-    if tile.teams == 1:
+    if tile.warpgroups == 1:
         more = more | {"maxnreg": (REGISTERS if tile.height <= 64 else MANY)[tile.bn]}
     x2 = descriptor(x, tile.second, tile.bk) if tile.second else None
     _stream[(grid,)](
         weights, descriptor(x, tile.bm, tile.bk), x2, bias, out, x.shape[0], outputs, units, parts, tiles,
         inner // (parts * tile.bk), grid, BM=tile.bm, SECOND=tile.second, BN=tile.bn, BK=tile.bk, STAGES=tile.stages,
-        TEAMS=tile.teams, GATE=gate, BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, **more,
+        WARPGROUPS=tile.warpgroups, GATE=gate, BIASED=bias is not None, WARPS=tile.warps, num_warps=tile.warps, **more,
     )  # fmt: skip

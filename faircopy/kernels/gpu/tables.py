@@ -52,7 +52,7 @@ class Tile:
     pipelined: bool = False  # a warp of its own copies (kernels/gpu/pipelined.py)
     streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
     second: int = 0  # rows of a second tile of such a product, after the first one's
-    teams: int = 1  # groups of four warps that have a share of its columns each, up to three
+    warpgroups: int = 1  # groups of four warps that have a share of its columns each, up to three
 
     @property
     def height(self) -> int:
@@ -62,10 +62,10 @@ class Tile:
     @property
     def possible(self) -> bool:
         """Whether kernels can be compiled for it at all."""
-        counts = (self.stages, self.resident, self.high, self.teams)
-        if min(counts) < 1 or max(self.high, self.teams) > 3 or self.bn % self.teams:
+        counts = (self.stages, self.resident, self.high, self.warpgroups)
+        if min(counts) < 1 or max(self.high, self.warpgroups) > 3 or self.bn % self.warpgroups:
             return False
-        sides = (self.bm, self.bn // self.teams, self.bk, self.warps, self.second or 1)
+        sides = (self.bm, self.bn // self.warpgroups, self.bk, self.warps, self.second or 1)
         return all(n > 0 and n & (n - 1) == 0 for n in sides)
 
 
@@ -181,11 +181,11 @@ def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
     return Tile(power(rows, 8), 64, 64, 4, 8, resident=2, streamed=True)
 
 
-def tall_tile(rows: int, columns: int, teams: int = 1) -> Tile:
+def tall_tile(rows: int, columns: int, warpgroups: int = 1) -> Tile:
     """A streamed tile of more than 32 rows, with a processor to itself."""
     first, second = row_tiles(rows)
     stages = ROOM // (first + second + columns)
-    return Tile(first, columns, 64, 4, stages, streamed=True, second=second, teams=teams)
+    return Tile(first, columns, 64, 4, stages, streamed=True, second=second, warpgroups=warpgroups)
 
 
 def row_tiles(rows: int) -> tuple[int, int]:
@@ -198,8 +198,8 @@ def row_tiles(rows: int) -> tuple[int, int]:
 def tall_tiles(rows: int) -> list[Tile]:
     """Streamed tiles worth trying for a bucket of more than STREAMED rows: one, or several that share them evenly."""
     height = -(-rows // -(-rows // max(TWO_TILES)))
-    most = 3 if height <= 192 else 2  # three teams have too few registers for more rows
-    return [tall_tile(height, 64 * teams, teams) for teams in range(1, most + 1)]
+    most = 3 if height <= 192 else 2  # three warpgroups have too few registers for more rows
+    return [tall_tile(height, 64 * warpgroups, warpgroups) for warpgroups in range(1, most + 1)]
 
 
 def default_tile(rows: int, wide: bool, depth: int = 64) -> Tile:
