@@ -7,10 +7,14 @@ Engine, captured steps (`replay`) and drafters lie above this module and know ea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faircopy.kernels.gpu.growth import FrontRows
@@ -19,7 +23,9 @@ from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pages import (
     PATH,
     PagePlan,
+    TileList,
     block_length,
+    chain_height,
     even_plan,
     packed_tree_plan,
     set_base,
@@ -30,9 +36,10 @@ from faircopy.kernels.gpu.sampler import RowSampling, SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
+from faircopy.kernels.transfer import Field, HostInputs
 from faircopy.kernels.tree_growth import Front
 from faircopy.layout.base import Layout, Packed
-from faircopy.layout.paged import PagedLayout
+from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model
 from faircopy.model.capture_trial import capture_problem
 from faircopy.model.fused import Fused
@@ -101,6 +108,55 @@ def eager_because(model: Model, layout: Layout) -> str | None:
     if isinstance(model, TransformersModel):
         return capture_problem(model)
     return None if isinstance(model, Fused) else f"the {model.backend} runs from the host"
+
+
+class RowInputs:
+    """Rows that the host writes before a graph is started: tokens, positions, KV slots, and the tiles that they attend
+    in. Rows beyond those written write to the scratch page and belong to no tile."""
+
+    def __init__(self, layout: PagedLayout, rows: int, seqs: int, more: Seq[Field] = ()) -> None:
+        """seqs: that the rows belong to at most. more: fields beside them."""
+        self._layout, page, device = layout, layout.tables.page, layout.device
+        dim = max((shape.head_dim for shape in layout.layers), default=0)
+        self._heights = {
+            shape.group: chain_height(shape.group, dim, layout.itemsize, page, device) for shape in layout.layers
+        }
+        self._inputs = HostInputs([*self._fields(rows, seqs), *more], device)
+        self.tensors = self._inputs.tensors
+
+    def _fields(self, rows: int, seqs: int) -> Iterator[Field]:
+        yield Field("slots", torch.int64, (rows,), self._layout.scratch)
+        yield Field("ids", torch.int32, (rows,), 0)
+        yield Field("positions", torch.int32, (rows,), 0)
+        for group, height in self._heights.items():
+            tiles = rows // height + seqs
+            yield Field(f"rows {group}", torch.int32, (tiles, height), -1)
+            yield Field(f"ranges {group}", torch.int32, (tiles, 2), 0)
+            yield Field(f"seqs {group}", torch.int32, (tiles,), 0)
+
+    def write(self, listed: RowList, more: dict[str, NDArray[Any]] | None = None) -> None:
+        """Bring these rows to the device, and what the fields beside them hold."""
+        values: dict[str, NDArray[Any]] = {
+            "slots": np.concatenate(listed.slots) if listed.slots else np.zeros(0, np.int64),
+            "ids": np.array(listed.ids, np.int32),
+            "positions": np.array(listed.positions, np.int32),
+            **(more or {}),
+        }
+        for group, height in self._heights.items():
+            tiles = TileList.cut(listed.pages, height)
+            values |= {f"rows {group}": tiles.rows, f"ranges {group}": tiles.ranges, f"seqs {group}": tiles.seqs}
+        self._inputs.write(values)
+
+    def plans(self, tables: Tensor, reach: int) -> Plans:
+        """How the rows attend, over page tables that reach this many tokens."""
+        layers, page = self._layout.layers, self._layout.tables.page
+        shortest = min((block_length(shape.head_dim, self._layout.itemsize) for shape in layers), default=1)
+
+        def plan(group: int) -> PagePlan:
+            rows, ranges, seqs = (self.tensors[f"{name} {group}"] for name in ("rows", "ranges", "seqs"))
+            return PagePlan(rows, ranges, seqs, tables, page, -(-reach // shortest))
+
+        return {(shape.window, shape.group): plan(shape.group) for shape in layers}
 
 
 @dataclass(frozen=True, slots=True)

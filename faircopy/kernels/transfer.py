@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,3 +65,51 @@ def rows_of(table: Tensor, places: Seq[int]) -> Tensor:
     if not places:
         return table[:0]
     return table.index_select(0, sent(places, torch.int64, table.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A part of the memory of HostInputs."""
+
+    name: str
+    kind: torch.dtype
+    shape: tuple[int, ...]
+    empty: int  # what is there where nothing was written
+
+
+class HostInputs:
+    """Inputs of a graph that the host writes, in one block of memory, so that one copy brings them to the device."""
+
+    def __init__(self, fields: Seq[Field], device: torch.device) -> None:
+        sizes = [-(-field.kind.itemsize * int(np.prod(field.shape)) // ALIGNED) * ALIGNED for field in fields]
+        pinned = device.type == "cuda"
+        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._hosts = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn, self._empty = 0, {field.name: field.empty for field in fields}
+        self.tensors = self._views(self._device, fields, sizes)
+        self._arrays = [{n: t.numpy() for n, t in self._views(host, fields, sizes).items()} for host in self._hosts]
+
+    def write(self, values: dict[str, NDArray[Any]]) -> None:
+        """Bring these values to the beginnings of the fields, with the rest empty."""
+        self._turn = 1 - self._turn
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        for name, array in self._arrays[self._turn].items():
+            array[...] = self._empty[name]
+            array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._device.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._copied[self._turn] = copied
+
+    @staticmethod
+    def _views(memory: Tensor, fields: Seq[Field], sizes: list[int]) -> dict[str, Tensor]:
+        found, at = {}, 0
+        for field, size in zip(fields, sizes, strict=True):
+            part = memory[at : at + field.kind.itemsize * int(np.prod(field.shape))]
+            found[field.name] = part.view(field.kind).view(field.shape)
+            at += size
+        return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faircopy.kernels.gpu.pages import GRAPH_ROWS, SPAN, PagePlan, TileList, block_length, chain_height
+from faircopy.capture import RowInputs
+from faircopy.kernels.gpu.pages import GRAPH_ROWS, SPAN
 from faircopy.kernels.gpu.tables import TILE_ROWS
+from faircopy.kernels.transfer import Field
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model, Taps
@@ -133,54 +134,6 @@ class _Tables:
         self.scratch_page = layout.scratch // self.page
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A part of the inputs' memory."""
-
-    name: str
-    kind: torch.dtype
-    shape: tuple[int, ...]
-    empty: int  # what rows, tiles and tables without a sequence hold
-
-
-class _Inputs:
-    """The inputs of a graph in one block of memory, so that one copy brings them to the device."""
-
-    def __init__(self, fields: list[_Field], device: torch.device) -> None:
-        sizes = [-(-field.kind.itemsize * int(np.prod(field.shape)) // 16) * 16 for field in fields]
-        pinned = device.type == "cuda"
-        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._hosts = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._turn, self._empty = 0, {field.name: field.empty for field in fields}
-        self.tensors = self._views(self._device, fields, sizes)
-        self._arrays = [{n: t.numpy() for n, t in self._views(host, fields, sizes).items()} for host in self._hosts]
-
-    def write(self, values: dict[str, NDArray[Any]]) -> None:
-        """Bring these values to the beginnings of the fields, with the rest empty."""
-        self._turn = 1 - self._turn
-        event = self._copied[self._turn]
-        if event is not None:
-            event.synchronize()
-        for name, array in self._arrays[self._turn].items():
-            array[...] = self._empty[name]
-            array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
-        self._device.copy_(self._hosts[self._turn], non_blocking=True)
-        if self._device.is_cuda:
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            self._copied[self._turn] = copied
-
-    @staticmethod
-    def _views(memory: Tensor, fields: list[_Field], sizes: list[int]) -> dict[str, Tensor]:
-        found, at = {}, 0
-        for field, size in zip(fields, sizes, strict=True):
-            part = memory[at : at + field.kind.itemsize * int(np.prod(field.shape))]
-            found[field.name] = part.view(field.kind).view(field.shape)
-            at += size
-        return found
-
-
 class _PassGraph:
     """A pass over a fixed number of rows."""
 
@@ -191,12 +144,7 @@ class _PassGraph:
         """wanted: rows whose logits are computed at most; of no more rows than that all are."""
         self._model, self._layout, self._tables, self._rows, self._wants = model, layout, tables, rows, wants
         self._most_wanted = wanted
-        dim = max(shape.head_dim for shape in layout.layers)
-        self._heights = {
-            shape.group: chain_height(shape.group, dim, layout.itemsize, tables.page, model.device)
-            for shape in layout.layers
-        }
-        self._inputs = _Inputs(list(self._fields()), model.device)
+        self._inputs = RowInputs(layout, rows, tables.max_seqs, self._more_fields())
         self._packed = self._pack()
         self._write(RowList())
         self._replay = self._capture(pool)
@@ -232,46 +180,27 @@ class _PassGraph:
             taken.append(time.perf_counter() - begin)
         return min(taken)
 
-    def _fields(self) -> Iterator[_Field]:
-        layout, rows, most = self._layout, self._rows, self._tables.max_seqs
-        yield _Field("slots", torch.int64, (rows,), layout.scratch)
-        yield _Field("wanted", torch.int64, (min(rows, self._most_wanted),), 0)  # of few rows all logits are computed
-        yield _Field("ids", torch.int32, (rows,), 0)
-        yield _Field("positions", torch.int32, (rows,), 0)
-        yield _Field("tables", torch.int32, (most, self._tables.pages), self._tables.scratch_page)
-        for group, height in self._heights.items():
-            tiles = rows // height + most
-            yield _Field(f"rows {group}", torch.int32, (tiles, height), -1)
-            yield _Field(f"ranges {group}", torch.int32, (tiles, 2), 0)
-            yield _Field(f"seqs {group}", torch.int32, (tiles,), 0)
+    def _more_fields(self) -> list[Field]:
+        most, tables = min(self._rows, self._most_wanted), self._tables  # of few rows all logits are computed
+        return [
+            Field("wanted", torch.int64, (most,), 0),
+            Field("tables", torch.int32, (tables.max_seqs, tables.pages), tables.scratch_page),
+        ]
 
     def _write(self, listed: RowList) -> None:
         pages = np.zeros((0, 0), np.int32) if listed.grid is None else listed.grid
-        values: dict[str, NDArray[Any]] = {
-            "slots": np.concatenate(listed.slots) if listed.slots else np.zeros(0, np.int64),
+        more: dict[str, NDArray[Any]] = {
             "wanted": np.array(listed.wanted, np.int64),
-            "ids": np.array(listed.ids, np.int32),
-            "positions": np.array(listed.positions, np.int32),
             "tables": pages[:, : self._tables.pages],  # a draft model's context may be shorter
         }
-        for group, height in self._heights.items():
-            tiles = TileList.cut(listed.pages, height)
-            values |= {f"rows {group}": tiles.rows, f"ranges {group}": tiles.ranges, f"seqs {group}": tiles.seqs}
-        self._inputs.write(values)
+        self._inputs.write(listed, more)
 
     def _pack(self) -> Packed:
         inputs, reach = self._inputs.tensors, self._tables.pages * self._tables.page
         wanted = (
             inputs["wanted"] if self._rows > self._most_wanted else torch.arange(self._rows, device=self._model.device)
         )
-        shortest = min(block_length(shape.head_dim, self._layout.itemsize) for shape in self._layout.layers)
-        plans = {
-            (shape.window, shape.group): PagePlan(
-                inputs[f"rows {shape.group}"], inputs[f"ranges {shape.group}"], inputs[f"seqs {shape.group}"],
-                inputs["tables"], self._tables.page, -(-reach // shortest),
-            )
-            for shape in self._layout.layers
-        }  # fmt: skip
+        plans = self._inputs.plans(inputs["tables"], reach)
         return Packed(inputs["ids"], inputs["positions"], inputs["slots"], plans, wanted, [], [], [])
 
     @torch.no_grad()
