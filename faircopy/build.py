@@ -193,7 +193,7 @@ def build_engine(
     plain = type(drafter) is NoDrafter  # a subclass may draft
     lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured, room)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
-    policy = strategy.policy(config, captured is not None)
+    policy = strategy.policy(config, None if captured is None else captured.interrupts)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of

@@ -22,6 +22,7 @@ from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
 from faircopy.kernels.gpu.pages import (
     PATH,
+    PageLane,
     PagePlan,
     TileList,
     block_length,
@@ -44,7 +45,7 @@ from faircopy.model.base import Model
 from faircopy.model.capture_trial import capture_problem
 from faircopy.model.fused import Fused
 from faircopy.model.transformers_backend import TransformersModel
-from faircopy.types import Sequence
+from faircopy.types import MOST_JOINING, Sequence
 
 Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
 Plans = dict[tuple[int, int], PagePlan]  # by (window, group) of the layers
@@ -57,11 +58,18 @@ class HiddenStateReader(ABC):
 
     @abstractmethod
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
-        """These sequences are in these batch slots from the next step on: load what the host knows of their states."""
+        """These sequences are in these batch slots from the next step on: load what the host knows of their states.
+
+        What is stored of others stays as it is.
+        """
 
     @abstractmethod
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
-        """Keep the states of the rows that a step accepted, of the states of all its rows; captured."""
+        """Keep the states of the rows that a step accepted, of the states of its batch slots' rows; captured."""
+
+    @abstractmethod
+    def read_prompts(self, graph: GraphState, states: dict[int, Tensor]) -> None:
+        """Read the prompts of sequences that join, from the states of all rows of the step; captured."""
 
     @abstractmethod
     def pretend(self, length: int) -> None:
@@ -94,6 +102,19 @@ class CapturedDrafter(ABC):
     def ready(self, seq: Sequence) -> bool:
         """Whether it has read enough of the sequence to draft for it in a captured step."""
         return True
+
+    def prompt_rows(self, seq: Sequence) -> int | None:
+        """Rows that it reads of a sequence that joins in a captured step; None: the host must let it read."""
+        return 0
+
+    def prompt_inputs(self, graph: GraphState, count: int) -> PromptRows | None:
+        """Room for this many such rows; None: it reads none."""
+        return None
+
+    def join(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
+        """The next step reads the prompts of these sequences, which are in these batch slots: write what it reads, and
+        return how many rows that is. rows: of the target's prompt rows those of each sequence."""
+        return 0
 
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:  # noqa: B027
         """After a step of k nodes behind the first `length` tokens of a sequence, `accepted` of them were accepted."""
@@ -160,6 +181,47 @@ class RowInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of prompts that a step reads beside the rows of its batch slots, without logits.
+
+    A sequence that joins gets a batch slot, whose first row is its last token. All tokens before that which are not
+    cached are rows here. They attend by the page table in the batch slot's control row.
+    """
+
+    inputs: RowInputs
+    plans: Plans
+    count: int
+
+    def write(self, listed: RowList, slots: Seq[int], first: int, more: dict[str, NDArray[Any]] | None = None) -> None:
+        """Bring listed rows to the device. slots: of their sequences; first: how many rows the pass has before them."""
+        lanes = [
+            PageLane(slots[lane.seq], range(first + lane.rows[0], first + lane.rows[-1] + 1)) for lane in listed.pages
+        ]
+        self.inputs.write(replace(listed, pages=lanes), more)
+
+    def clear(self) -> None:
+        """No rows at all."""
+        self.inputs.write(RowList())
+
+    def behind(self, packed: Packed) -> Packed:
+        """The rows of a pass, and these behind them."""
+        tensors = self.inputs.tensors
+
+        def joined(name: str, before: Tensor) -> Tensor:
+            return torch.cat([before, tensors[name].to(before.dtype)])
+
+        plans = {key: replace(plan, beside=self.plans[key]) for key, plan in packed.plans.items()}
+        ids, positions, slots = (joined(name, getattr(packed, name)) for name in ("ids", "positions", "slots"))
+        return Packed(ids, positions, slots, plans, packed.wanted, [], [], [])
+
+    def alone(self) -> Packed:
+        """These rows as a pass of their own."""
+        tensors = self.inputs.tensors
+        none = torch.zeros(0, dtype=torch.int64, device=tensors["ids"].device)
+        return Packed(tensors["ids"], tensors["positions"], tensors["slots"], self.plans, none, [], [], [])
+
+
+@dataclass(frozen=True, slots=True)
 class GraphState:
     """The tensors of one graph: the batch slots it advances and everything its passes read."""
 
@@ -173,6 +235,8 @@ class GraphState:
     scratch: int
     trees: TreeNodes | None = None  # where drafts are trees
     shared: SharedNodes | None = None  # where all trees share their nodes
+    prompts: PromptRows | None = None  # where sequences join: what the target reads of their prompts
+    drafter_prompts: PromptRows | None = None  # and the drafter, if it reads anything
 
     @property
     def size(self) -> int:
@@ -256,6 +320,17 @@ class GraphState:
         wanted = torch.arange(rows, device=table.ids.device)
         packed = Packed(table.ids[:rows], table.positions[:rows], table.slots[:rows], plans, wanted, [], [], [])
         return SharedRows(shared, plans, block, packed)
+
+    @property
+    def rows(self) -> int:
+        """Rows of its batch slots."""
+        return self.size * (self.k + 1) if self.shared is None else self.shared.rows
+
+    def prompt_rows(self, layout: PagedLayout, count: int, more: Seq[Field] = ()) -> PromptRows:
+        """Room for this many rows of prompts. more: fields beside them."""
+        tables, reach = self._tables
+        inputs = RowInputs(layout, count, min(self.size, MOST_JOINING), more)
+        return PromptRows(inputs, inputs.plans(tables, reach), count)
 
     def row_sampling(self, rows: int) -> RowSampling:
         """Room for what this many rows are chosen with."""

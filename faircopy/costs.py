@@ -80,6 +80,12 @@ class CostTable:
         curve = self.draft if self.draft.points else self.head
         return curve(rows) if rows and curve.points else 0.0
 
+    def reading_beside(self, rows: int, batch: int) -> float:
+        """The same in a captured step: a draft model reads them in a pass that it makes anyway."""
+        if not rows or not self.draft.points:
+            return self.reading(rows)
+        return self.draft(2 * batch + rows) - self.draft(2 * batch)
+
     def captured(self, batch: int, k: int) -> bool:
         """Whether a step takes the same time however many draft tokens there are."""
         return any(size >= batch and nodes >= k for size, nodes in self.steps)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from faircopy.replay import CapturedRunner, InFlightStep
 
 
+TRIED_PROMPT = 128  # tokens of the prompt of a warm-up: more than a captured step reads
+
+
 class EagerStep(NamedTuple):
     """A step that has begun: its drafts, and what waits for the end of its pass."""
 
@@ -105,10 +108,10 @@ class Engine:
     def _try_out(self) -> None:
         """Write a short text that nothing is counted of or learned from: libraries load kernels when first used.
 
-        Its prompt of two tokens takes an eager step. A drafter that is asked on the host may be a user's: it is not.
+        Its prompt takes an eager step. A drafter that is asked on the host may be a user's: it is not.
         """
         room = min(self.target.model.context, self.tables.pool.pages * self.tables.page)
-        prompt = (0,) * min(2, room - 1)
+        prompt = (0,) * min(TRIED_PROMPT, room - 2 if room > 2 else room - 1)
         if not prompt:  # no request can be served
             return
         params = SamplingParams(max_tokens=min(2, room - len(prompt)), temperature=1.0, seed=0, ignore_eos=True)
@@ -188,9 +191,11 @@ class Engine:
         try:
             return self._captured_step(plan) if plan.captured else self._end(self._begin(plan))
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
+            joined = [] if self._in_flight is None else self._in_flight.plan.seqs
             self._in_flight = None
             self._pace.stop()
             self._retreat(plan.seqs)
+            self.scheduler.retreat(joined)  # those in flight that were not in the step that failed
             raise
         finally:
             self._forget_departed()
@@ -280,7 +285,8 @@ class Engine:
         self._in_flight = self.captured.start(behind, after=step) if behind.seqs else None
         self._pace.started(begin)
         finished = self.captured.collect(step)
-        self.draft_lengths.observe(finished, self._pace.collected(step, more=self._in_flight is not None))
+        seconds = self._pace.collected(step, more=self._in_flight is not None)
+        self.draft_lengths.observe(finished, None if step.joined else seconds)  # decoding alone is compared
         return self._commit(finished, in_flight=behind.room + 1 if behind.seqs else 0)
 
     def _commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:

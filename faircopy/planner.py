@@ -260,6 +260,7 @@ class AutoLength(DraftLengths):
             self._book(step, k, seconds)
         elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
+            self._saved -= self.costs.table.reading_beside(step.read, batch) * self.costs.level
         elif not step.captured:
             self._book_reading(step)
 

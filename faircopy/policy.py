@@ -23,20 +23,30 @@ class Policy(Protocol):
 class FirstCome:
     """All running sequences, oldest first, and new ones as soon as the batch has a place."""
 
-    def __init__(self, batch: int, together: int = 1) -> None:
-        """together: while more wait than there are places, new ones join when this many places are free."""
-        self._batch, self._together = batch, together
+    def __init__(
+        self, batch: int, together: int = 1, interrupts: Callable[[Sequence], bool] | None = None, few: int = 1
+    ) -> None:
+        """together: while more wait than there are places, new ones join when this many places are free.
+
+        interrupts: whether captured steps stop for a new sequence; for those that they need not stop for, `few` free
+        places are enough.
+        """
+        self._batch, self._together, self._interrupts, self._few = batch, together, interrupts, few
         self._held = 0  # choices since new ones were held back
         self.grouped = 0
 
     def choose(self, running: list[Sequence], waiting: list[Sequence], cached: Cached) -> list[Sequence]:
         free = max(0, self._batch - len(running))
-        if len(waiting) > free < self._together and not any(reading(seq, cached) for seq in running):
+        if len(waiting) > free < self._needed(waiting[0]) and not any(reading(seq, cached) for seq in running):
             self._held += free > 0
             free = 0 if self._held <= MOST_HELD else free
         if free:
             self._held = 0
         return [*_oldest_first(running), *waiting[:free]]
+
+    def _needed(self, first: Sequence) -> int:
+        """Free places with which this new sequence joins, and those behind it."""
+        return self._few if self._interrupts is not None and not self._interrupts(first) else self._together
 
 
 def reading(seq: Sequence, cached: Cached) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from faircopy.acceptance import nodes_that_fit
 from faircopy.draft_length import DraftLengths
-from faircopy.policy import Policy
-from faircopy.types import Batch, Decision, FinishedStep, FinishReason, Output, Sequence, StepPlan
+from faircopy.policy import Policy, reading
+from faircopy.types import MOST_JOINING, Batch, Decision, FinishedStep, FinishReason, Output, Sequence, StepPlan
 
 LEAST_SHARE = 4  # prompts get at least one in this many rows of a step, however many the running texts need
 LOGPROBS_CHUNK = 512  # prompt tokens fed at once if every row's logits are wanted
@@ -34,13 +34,30 @@ class CaptureRule(Protocol):
         """Nodes per sequence of the captured step that drafts of k nodes run in: k or more."""
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this batch can run as a captured step."""
+        """Whether this batch can run as a captured step, if that reads what has not been read of new sequences."""
+
+    def joining_nodes(self, k: int, slots: int, rows: int) -> int | None:
+        """Nodes per sequence, where k are wanted, of a captured step of so many batch slots that reads so many rows of
+        prompts; None: there is none."""
+
+    def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
+        """Rows of a new sequence's prompt; None: captured steps do not read it. drafted: if the drafter does, too."""
+
+    def slots_behind(self, seqs: list[Sequence], joining: int) -> int:
+        """Batch slots of a step behind the one started last, in which these go on and so many join."""
 
     def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step, of k that are wanted, while captured steps follow."""
 
     def follows(self, batch: Batch) -> bool:
         """Whether captured steps follow once this batch has been read."""
+
+
+class _Joining(NamedTuple):
+    """New sequences that join in a captured step, and its nodes per sequence."""
+
+    seqs: list[Sequence]
+    k: int
 
 
 NOTHING = StepPlan(Batch([], [], []))
@@ -118,26 +135,58 @@ class Scheduler:
     def schedule_behind(self, plan: StepPlan) -> StepPlan:
         """The captured step behind one in flight, before it is known what that one gives: at most k + 1 tokens each.
 
-        Empty if another sequence should run, or if pages for two steps are missing: then the one in flight must be
-        collected first.
+        New sequences join in it if it can read their prompts. Empty if another sequence should run, or if pages for
+        two steps are missing: then the one in flight must be collected first.
         """
         new = [] if self._full else self._waiting
         chosen = self.policy.choose(self.running, new, self._cached)
         going_on = [seq for seq in plan.seqs if seq.finished is None and len(seq.tokens) + 1 < seq.limit]
-        lengths = self._draft_lengths.choose(going_on)
-        k = self._nodes_of_graph(max(lengths, default=0))
-        if any(length and seq in plan.batch.idle for seq, length in zip(going_on, lengths, strict=True)):
-            return NOTHING  # a drafter that was off has tokens to read first
-        room = self._draft_lengths.room(k, len(going_on))
+        others = [seq for seq in chosen if seq not in plan.batch.seqs]
+        candidates = [*going_on, *others]
+        wanted = dict(zip(candidates, self._draft_lengths.choose(candidates), strict=True))
+        if any(wanted[seq] and seq in plan.batch.idle for seq in going_on) or any(
+            seq in self._running for seq in others
+        ):
+            return NOTHING  # a drafter that was off, or a sequence that waited for pages, has tokens to read first
+        k = self._nodes_of_graph(max(wanted.values(), default=0))
+        room = self._draft_lengths.room(k, len(candidates))
         most = plan.room + 1 + room + 1
-        fits = set(chosen) <= set(plan.seqs) and all(
-            self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on
-        )
-        if not fits or not going_on:
+        if not all(self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + most)) for seq in going_on):
             return NOTHING
-        upto, rooms = [len(seq.tokens) for seq in going_on], self._rooms(going_on, lengths)
-        batch = Batch(going_on, upto, [min(nodes, room) for nodes in rooms], idle=_idle(going_on, lengths))
-        return StepPlan(_sharing(batch, dict(zip(going_on, lengths, strict=True))), True, k, room)
+        joining = self._join(going_on, others, wanted, k, room)
+        if others and not joining.seqs and not self._full:
+            return NOTHING  # a prompt that captured steps do not read
+        return self._planned_behind([*going_on, *joining.seqs], wanted, joining.k)
+
+    def _planned_behind(self, seqs: list[Sequence], wanted: dict[Sequence, int], k: int) -> StepPlan:
+        """A captured step of k nodes of these sequences, behind one in flight."""
+        if not seqs:
+            return NOTHING
+        lengths, room = [wanted[seq] for seq in seqs], self._draft_lengths.room(k, len(seqs))
+        rooms = [min(nodes, room) for nodes in self._rooms(seqs, lengths)]
+        batch = Batch(seqs, [len(seq.tokens) for seq in seqs], rooms, idle=_idle(seqs, lengths))
+        return StepPlan(_sharing(batch, wanted), True, k, room)
+
+    def _join(
+        self, going_on: list[Sequence], waiting: list[Sequence], wanted: dict[Sequence, int], k: int, room: int
+    ) -> _Joining:
+        """Let new sequences in, in order, as long as pages and the captured step's rows of prompts last."""
+        assert self._capture is not None, "captured steps are planned"
+        joined, nodes, used = list[Sequence](), k, 0
+        for seq in waiting[:MOST_JOINING]:
+            known = self._ledger.open(seq)
+            rows = self._capture.prompt_rows(seq, bool(wanted[seq]))
+            slots = self._capture.slots_behind(going_on, len(joined) + 1)
+            found = None if rows is None else self._capture.joining_nodes(k, slots, used + rows)
+            fits = found is not None and self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + room + 1))
+            if rows is None or found is None or not fits:
+                self._leave(seq)
+                self._full = found is not None
+                break
+            self._start(seq, known)
+            joined.append(seq)
+            nodes, used = found, used + rows
+        return _Joining(joined, nodes)
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -169,11 +218,24 @@ class Scheduler:
         batch = self._fill(candidates, lengths, under_way)
         if not batch.seqs or self._capture is None:
             return StepPlan(batch)
-        if not self._capture.takes(batch):
-            return self._before_capture(batch, len(candidates), self._capture)
         wanted = dict(zip(candidates, lengths, strict=True))
-        k = self._nodes_of_graph(max(wanted[seq] for seq in batch.seqs))
-        return StepPlan(batch, True, k, self._draft_lengths.room(k, len(batch)))
+        k = self._nodes_for(batch, max(wanted[seq] for seq in batch.seqs), self._capture)
+        if k is None:
+            return self._before_capture(batch, len(candidates), self._capture)
+        room = self._draft_lengths.room(k, len(batch))
+        return StepPlan(replace(batch, max_nodes=[min(nodes, room) for nodes in batch.max_nodes]), True, k, room)
+
+    def _nodes_for(self, batch: Batch, k: int, capture: CaptureRule) -> int | None:
+        """Nodes per sequence of the captured step for this batch, where k are wanted; None: it cannot be captured."""
+        if not capture.takes(batch):
+            return None
+        new = [seq for seq in batch.seqs if reading(seq, self._cached)]
+        if not new:
+            return self._nodes_of_graph(k)
+        rows = [capture.prompt_rows(seq, seq not in batch.idle) for seq in new]
+        if None in rows or len(new) > MOST_JOINING:
+            return None
+        return capture.joining_nodes(min(k, capture.max_nodes), len(batch), sum(count or 0 for count in rows))
 
     def _nodes_of_graph(self, k: int) -> int:
         """Draft nodes per sequence of the captured step that drafts of k nodes run in."""
@@ -258,11 +320,15 @@ class Scheduler:
                 self._leave(seq)
                 return None
             max_nodes = 0
+        self._start(seq, known)
+        batch.add(seq, upto, max_nodes)
+        return _prompt_tokens(seq, cached, upto)
+
+    def _start(self, seq: Sequence, known: int) -> None:
+        """A waiting sequence runs from now on; known: tokens of it that were cached already."""
         self._waiting.remove(seq)
         self._running[seq] = None
         self.reused += known
-        batch.add(seq, upto, max_nodes)
-        return _prompt_tokens(seq, cached, upto)
 
     def _share(self, seq: Sequence, cached: int, chunk: int, length: int) -> tuple[int, int]:
         """How far to feed, and how many nodes, of a draft of this length. A prompt chunk gets no nodes."""

@@ -18,6 +18,7 @@ from faircopy.papers.dense import AlignedLayout, DenseLayout, SharedLayout
 from faircopy.papers.policies import SameLength, WholeBatches
 from faircopy.papers.row_tables import RowTables
 from faircopy.policy import FirstCome, Policy
+from faircopy.types import Sequence
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], Layout]
 
 
-GROUPS = 8  # a full queue's sequences join when one in this many places is free
+GROUPS = 8  # a full queue's sequences join when one in this many places is free,
+SMALL_GROUPS = 16  # and where captured steps read their prompts one in this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,16 @@ class Strategy:
         held = tables.paged() if isinstance(tables, RowTables) else tables
         return _paged(held, head, config, True, suite)
 
-    def policy(self, config: EngineConfig, captured: bool = False) -> Policy:
-        """captured: new sequences interrupt captured steps, so those of a full queue join in groups."""
+    def policy(self, config: EngineConfig, interrupts: Callable[[Sequence], bool] | None = None) -> Policy:
+        """interrupts: whether captured steps have to stop for a new sequence, so that those of a full queue join in
+        groups; None: there are no captured steps."""
         if self.same_length:
             return SameLength(config.max_batch, config.window(), config.pool_sort)
         refills = self.refills if config.refill is None else config.refill
-        together = max(1, config.max_batch // GROUPS) if captured else 1
-        return FirstCome(config.max_batch, together) if refills else WholeBatches(config.max_batch)
+        if not refills:
+            return WholeBatches(config.max_batch)
+        together, few = (max(1, config.max_batch // groups) if interrupts else 1 for groups in (GROUPS, SMALL_GROUPS))
+        return FirstCome(config.max_batch, together, interrupts, few)
 
 
 def _paged(

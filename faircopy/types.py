@@ -283,6 +283,9 @@ class Batch:
         return self.upto[i] == len(self.seqs[i].tokens)
 
 
+MOST_JOINING = 16  # sequences whose prompts one captured step reads at most
+
+
 class StepPlan(NamedTuple):
     """One step as the scheduler planned it.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, Work
+from faircopy.capture import CapturedDrafter, GraphState, HiddenStateReader, LevelRows, PromptRows, Work
 from faircopy.drafters.batched_trees import batch_trees
 from faircopy.drafters.heads import Head, Rows
 from faircopy.drafters.states import KnownRows, SequenceStates, gather_into
@@ -20,13 +21,14 @@ from faircopy.drafters.trees import shared_depth
 from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.records import Control
 from faircopy.kernels.gumbel import BROKEN
-from faircopy.kernels.transfer import sent
+from faircopy.kernels.transfer import Field, sent
 from faircopy.kernels.tree_growth import Front, Nodes
 from faircopy.layout.base import Packed
 from faircopy.layout.paged import PagedLayout
-from faircopy.types import Sequence
+from faircopy.types import Batch, Draft, Sequence
 
 MAX_TREE_NODES = 64
+NO_STATE = -1  # of a row before which no state is known: it is read as zeros
 
 RowsOf = Callable[[Packed], Rows]  # positions and attention of packed rows
 Known = dict[Sequence, SequenceStates]  # states the host has and the head has not read
@@ -37,7 +39,7 @@ class CapturedHead(CapturedDrafter):
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int) -> None:
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
-        self._states = self.reads_hidden_states = StoredStates(head, layout, known, num_slots)
+        self._states = self.reads_hidden_states = StoredStates(head, layout, rows_of, known, num_slots)
         self.latest = self._states.rows.shape[1]
         self._chains = batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
         self.max_nodes = head.levels if self._chains else MAX_TREE_NODES
@@ -53,6 +55,37 @@ class CapturedHead(CapturedDrafter):
             return True
         known, unread = self._known.get(seq), len(seq.tokens) - self._layout.cached(seq)
         return known is not None and known.end == len(seq.tokens) - 1 and unread <= self._head.levels + 1
+
+    def prompt_rows(self, seq: Sequence) -> int | None:
+        """All that it has not read, the last token included: the state before that one is a prompt's."""
+        return 0 if seq.request.k == 0 or not self._head.layers else len(seq.tokens) - self._layout.cached(seq)
+
+    def prompt_inputs(self, graph: GraphState, count: int) -> PromptRows | None:
+        if not self._head.layers:
+            return None
+        return graph.prompt_rows(self._layout, count, [Field("sources", torch.int64, (count,), NO_STATE)])
+
+    def join(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
+        read = [seq for seq in slots if seq.request.k != 0]
+        ends = [len(seq.tokens) for seq in read]
+        count = self._write_prompts(graph, {seq: slots[seq] for seq in read}, rows) if graph.drafter_prompts else 0
+        for seq, end in zip(read, ends, strict=True):
+            self._layout.set_cached(seq, end)
+        return count
+
+    def _write_prompts(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
+        """Each row reads its token and the target's state of the position before, where this step computes one."""
+        assert graph.drafter_prompts is not None, "prompts are read"
+        sources: list[int] = []
+        for seq in slots:
+            first = len(seq.tokens) - 1 - len(rows[seq])  # position of the first row that the target computes
+            before = range(self._layout.cached(seq) - 1, len(seq.tokens) - 1)
+            sources += [graph.rows + rows[seq][at - first] if at >= first else NO_STATE for at in before]
+        read, ends = [*slots], [len(seq.tokens) for seq in slots]
+        listed = self._layout.list_rows(Batch(read, ends, [0] * len(read)), Draft.empty(len(read)))
+        more = {"sources": np.array(sources, np.int64)}
+        graph.drafter_prompts.write(listed, [*slots.values()], 0, more)
+        return len(listed.ids)
 
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:
         """The head has read what there was when the step began; states of later rows stay on the device."""
@@ -104,29 +137,42 @@ def _nodes(graph: GraphState) -> Nodes:
 class StoredStates(HiddenStateReader):
     """The target's states that the head has not read, per batch slot: levels + 1 rows at most."""
 
-    def __init__(self, head: Head, layout: PagedLayout, known: Known, num_slots: int) -> None:
-        self.wants, self._layout, self._known = head.wants, layout, known
+    def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int) -> None:
+        self.wants, self._head, self._layout, self._rows_of, self._known = head.wants, head, layout, rows_of, known
         self.read = torch.zeros(num_slots, dtype=torch.int64, device=head.device)
         self.rows = torch.zeros(num_slots, head.levels + 1, head.input_size, dtype=head.dtype, device=head.device)
 
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
         """Load what the head has not read of each sequence, and the states before those rows."""
-        begins, found, most = [0] * len(self.read), KnownRows(), self.rows.shape[1]
-        for seq, slot in batch_slots.items():
+        begins, found, most = [], KnownRows(), self.rows.shape[1]
+        for n, seq in enumerate(batch_slots):
             known, end = self._known.get(seq), len(seq.tokens)
             first = end - most  # of a head that was off for a while the step drafts nothing
-            begins[slot] = read = end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq))
+            begins.append(end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq)))
             if known is not None:
-                known.find(read - 1, end - 1, slot * most, found)
-        gather_into(self.rows.view(-1, self.rows.shape[-1]), found)
-        self.read.copy_(sent(begins, torch.int64, self.read.device))
+                known.find(begins[-1] - 1, end - 1, n * most, found)
+        rows = gather_into(self.rows.new_empty(len(begins) * most, self.rows.shape[-1]), found)
+        places, read = sent([[*batch_slots.values()], begins], torch.int64, self.read.device)
+        self.rows.index_copy_(0, places, rows.view(-1, *self.rows.shape[1:]))
+        self.read.index_copy_(0, places, read)
 
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""
-        joined = torch.cat([states[layer] for layer in self.wants], -1).to(self.rows.dtype)
-        rows = _accepted_rows(graph, joined, self.rows.shape[1])
+        rows = _accepted_rows(graph, self._joined(states), self.rows.shape[1])
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
+
+    def read_prompts(self, graph: GraphState, states: dict[int, Tensor]) -> None:
+        """What the head reads of prompts is in its cache afterwards; nothing of it is drafted behind in this step."""
+        if graph.drafter_prompts is None:
+            return
+        packed, sources = graph.drafter_prompts.alone(), graph.drafter_prompts.inputs.tensors["sources"]
+        found = self._joined(states).index_select(0, sources.clamp(min=0))
+        known = torch.where((sources >= 0)[:, None], found, 0.0)
+        self._head.read(known[None], packed.ids[None], self._rows_of(packed))
+
+    def _joined(self, states: dict[int, Tensor]) -> Tensor:
+        return torch.cat([states[layer] for layer in self.wants], -1).to(self.rows.dtype)
 
     def pretend(self, length: int) -> None:
         self.read.fill_(length - 1)

@@ -98,7 +98,8 @@ class HostInputs:
             event.synchronize()
         for name, array in self._arrays[self._turn].items():
             array[...] = self._empty[name]
-            array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
+            if name in values:
+                array[tuple(slice(0, n) for n in values[name].shape)] = values[name]
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
         if self._device.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -27,11 +27,18 @@ class InFlightStep:
     rows: int  # rows the target computes, padding rows included
     begun: torch.cuda.Event | None = None  # when the device began
     after: torch.cuda.Event | None = None  # `done` of the step before, if this one was started behind it
+    prompt_rows: int = 0  # of these rows those of prompts of sequences that joined
+    read: int = 0  # rows of prompts that the drafter reads in it
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """Batch slots and draft nodes: steps of one kind take about as long."""
-        return self.graph.size, self.plan.k
+    def kind(self) -> tuple[int, int, bool]:
+        """Batch slots, draft nodes, and whether it reads prompts: steps of one kind take about as long."""
+        return self.graph.size, self.plan.k, self.joined
+
+    @property
+    def joined(self) -> bool:
+        """Whether sequences joined in it."""
+        return self.graph.prompts is not None
 
     @property
     def idle(self) -> float:

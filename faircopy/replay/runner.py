@@ -11,10 +11,11 @@ host reads how many, and the second verifies just those. It is started before th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate, chain, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from faircopy.kernels.gpu.pages import PATH
 from faircopy.kernels.gpu.records import EMPTY_SLOT, MAX_WORD, Control, ReportColumns, control_columns
 from faircopy.kernels.gpu.sampler import SamplingSlots
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
+from faircopy.kernels.gpu.tables import TILE_ROWS
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.kernels.transfer import sent
 from faircopy.layout.paged import PagedLayout
@@ -48,6 +50,45 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch slots
 TIMED_TOKENS = 512  # of the texts that steps are timed with
 LATEST = MAX_WORD  # tokens at the end of a text that every step may read: its last two, and those of a bad word
 FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not packed
+# Steps in which sequences join: rows of prompts, at least, beside those of the batch slots, and nodes per slot at most.
+JOINING = {40: 5, 160: 2}
+JOINING_BUCKETS = (8, 16, 32, 64, 128, 256)  # their batch slots: fewer sizes, since each is a graph more
+MANY_SLOTS, FEW_NODES = 24, 3  # from so many batch slots on they have no more nodes: rows would need larger tiles
+
+
+class Joining(NamedTuple):
+    """What graph a step has in which sequences join."""
+
+    size: int  # batch slots
+    k: int
+    prompts: int  # rows of prompts
+
+    @property
+    def rows(self) -> int:
+        return self.size * (self.k + 1) + self.prompts
+
+
+def joining_graph(size: int, k: int, rows: int, captured: Collection[int]) -> Joining | None:
+    """The smallest graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows.
+
+    captured: numbers of nodes that graphs are made for; empty: any.
+    """
+    for least, most in JOINING.items():
+        nodes = _nodes_beside(k, min(most, FEW_NODES) if size >= MANY_SLOTS else most, captured)
+        own = size * (nodes + 1)
+        found = Joining(size, nodes, next((n for n in TILE_ROWS if n >= own + least), own + least) - own)
+        if rows <= found.prompts:
+            return found
+    return None
+
+
+def _nodes_beside(k: int, most: int, captured: Collection[int]) -> int:
+    """Nodes per batch slot where k are wanted and `most` allowed; if any are wanted some, more than `most` if need be:
+    a drafter that is on has to read in every step."""
+    known = [nodes for nodes in captured if nodes]
+    if k == 0 or not known:
+        return min(k, most)
+    return max((nodes for nodes in known if nodes <= min(k, most)), default=min(known))
 
 
 class CapturedRunner:
@@ -84,6 +125,9 @@ class CapturedRunner:
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._joining: dict[Joining, tuple[GraphState, Step]] = {}  # steps that read prompts, too
+        self._joining_buckets = [size for size in JOINING_BUCKETS if size < num_slots] + [num_slots]
+        self._places: dict[Sequence, int] = {}  # batch slots of the step that was started last
         self._settings: Rows = {}  # of the sequences in batch slots
         self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
@@ -97,12 +141,43 @@ class CapturedRunner:
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this batch can run as a captured step: one token to feed each, and nothing that needs the host."""
+        """Whether this batch can run as a captured step: one token to feed each, or a prompt to its end, and nothing
+        that needs the host."""
         ready = all(
-            self._steady(batch, i) and (seq in batch.idle or self._drafter.ready(seq))
+            batch.complete(i) and (not self._steady(seq) or seq in batch.idle or self._drafter.ready(seq))
             for i, seq in enumerate(batch.seqs)
         )
         return ready and self.follows(batch)
+
+    def interrupts(self, seq: Sequence) -> bool:
+        """Whether captured steps have to stop for this new sequence, whose prompt is too long or needs the host."""
+        return not self._reads_prompts or not _joins(seq) or len(seq.tokens) > max(JOINING)
+
+    def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
+        """Rows of a new sequence's prompt, of the target or of the drafter; None: captured steps do not read it.
+
+        drafted: whether the drafter reads it.
+        """
+        if not self._reads_prompts or not _joins(seq):
+            return None
+        own = self._drafter.prompt_rows(seq) if drafted else 0
+        return None if own is None else max(own, len(seq.tokens) - 1 - self._layout.cached(seq))
+
+    def joining_nodes(self, k: int, slots: int, rows: int) -> int | None:
+        """Draft nodes per sequence, where k are wanted, of the captured step that reads so many rows of prompts; None:
+        there is none."""
+        found = self._joining_of(slots, k, rows)
+        return None if found is None else found.k
+
+    def _joining_of(self, slots: int, k: int, rows: int) -> Joining | None:
+        """The graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows."""
+        return joining_graph(bucket_for(slots, self._joining_buckets, ()), k, rows, self._warmed)
+
+    def slots_behind(self, seqs: list[Sequence], joining: int) -> int:
+        """Batch slots that a step behind the one started last needs, if these go on and so many join."""
+        taken = {self._places[seq] for seq in seqs}
+        free = [n for n in range(len(taken) + joining) if n not in taken][:joining]
+        return max((*taken, *free), default=0) + 1
 
     def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow.
@@ -112,26 +187,77 @@ class CapturedRunner:
         return min(k, 1 if self._expensive_drafts else max(0, WANTED // sequences - 1))
 
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
-        """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's."""
-        slots = {seq: n if after is None else after.batch_slots[seq] for n, seq in enumerate(plan.seqs)}
-        graph, captured = self._graph(self._bucket(max(slots.values()) + 1, plan.k), plan.k)
+        """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's.
+
+        Sequences whose prompts are not cached join: the step reads those, too.
+        """
+        slots = self._assigned(plan.seqs, {} if after is None else after.batch_slots)
+        joining = {seq: slot for seq, slot in slots.items() if not self._steady(seq)}
+        new = slots if after is None else {seq: slots[seq] for seq in slots if seq not in after.batch_slots}
+        graph, captured = self._graph_for(plan, max(slots.values()) + 1, [*joining])
         self._turn = 1 - self._turn
         begun = self._mark()
-        self._write_control(graph, slots, plan.batch.max_nodes, fresh=after is None)
-        if after is None:
-            self._write_history(slots)
-            self._settings = write_settings(self._sampling, slots, self._settings)
+        self._write_control(graph, slots, self._nodes_of(plan.batch, joining), new)
+        if new:
+            self._write_history(new)
+            self._settings = write_settings(self._sampling, slots, new, self._settings)
             if self._drafter.reads_hidden_states is not None:
-                self._drafter.reads_hidden_states.assign(slots)
+                self._drafter.reads_hidden_states.assign(new)
+        read = self._join(graph, joining, plan.batch.idle) if joining else 0
         with self._around():
             rows = captured.start()
         report, logprobs = self._report(graph)
         report.copy_(graph.out, non_blocking=True)
         if any(seq.params.logprobs is not None for seq in slots):
             logprobs.copy_(graph.logprobs)
+        self._places = slots
         return InFlightStep(
-            plan, slots, graph, report, logprobs, self._mark(), rows, begun, None if after is None else after.done
+            plan, slots, graph, report, logprobs, self._mark(), rows, begun, None if after is None else after.done,
+            prompt_rows=self._note_joined(joining), read=read,
+        )  # fmt: skip
+
+    def _graph_for(self, plan: StepPlan, slots: int, joining: list[Sequence]) -> tuple[GraphState, Step]:
+        """The graph that this many batch slots run in, which reads the prompts of those that join."""
+        if not joining:
+            return self._graph(self._bucket(slots, plan.k), plan.k)
+        rows = sum(self.prompt_rows(seq, seq not in plan.batch.idle) or 0 for seq in joining)
+        found = self._joining_of(slots, plan.k, rows)
+        assert found is not None and found.k == plan.k, "it was planned for a graph that there is"
+        return self._joining_graph(found)
+
+    @staticmethod
+    def _assigned(seqs: list[Sequence], before: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Batch slots of these sequences: those that they had before, and for new ones the first free ones."""
+        taken = {before[seq] for seq in seqs if seq in before}
+        free = (n for n in range(len(seqs) + len(taken)) if n not in taken)
+        return {seq: before[seq] if seq in before else next(free) for seq in seqs}
+
+    def _nodes_of(self, batch: Batch, joining: dict[Sequence, int]) -> list[int]:
+        """Draft nodes of each sequence; a drafter that reads hidden states has read nothing of those that join."""
+        if self._drafter.reads_hidden_states is None:
+            return batch.max_nodes
+        return [0 if seq in joining else nodes for seq, nodes in zip(batch.seqs, batch.max_nodes, strict=True)]
+
+    def _join(self, graph: GraphState, joining: dict[Sequence, int], idle: Set[Sequence]) -> int:
+        """Write the prompts of these sequences to the step's inputs; returns how many rows the drafter reads."""
+        assert graph.prompts is not None, "the step reads prompts"
+        seqs, slots = [*joining], [*joining.values()]
+        listed = self._layout.list_rows(
+            Batch(seqs, [len(seq.tokens) - 1 for seq in seqs], [0] * len(seqs)), Draft.empty(len(seqs))
         )
+        graph.prompts.write(listed, slots, graph.rows)
+        ends = [*accumulate(listed.fed)]
+        rows = {seq: range(end - fed, end) for seq, fed, end in zip(seqs, listed.fed, ends, strict=True)}
+        drafted = {seq: slot for seq, slot in joining.items() if seq not in idle}
+        return self._drafter.join(graph, drafted, rows) if graph.k else 0
+
+    def _note_joined(self, joining: Iterable[Sequence]) -> int:
+        """These sequences' prompts are cached once the step that was started has run; how many rows they are."""
+        rows = 0
+        for seq in joining:
+            rows += len(seq.tokens) - 1 - self._layout.cached(seq)
+            self._layout.set_cached(seq, len(seq.tokens) - 1)
+        return rows
 
     def collect(self, step: InFlightStep) -> FinishedStep:
         """Wait for a step and return its results for the sequences that have not finished meanwhile."""
@@ -152,8 +278,9 @@ class CapturedRunner:
                 error = None if report.finite else numerics_error(seq)
                 logprobs = step.logprobs_of(seq, slot, report)
                 decisions.append(Decision(report.path, report.tokens, logprobs, error=error))
-        useful = sum(len(nodes) + 1 for nodes in draft.tokens)
-        return FinishedStep(batch, draft, Verdict(decisions), step.rows, step.rows - useful, captured=True)
+        useful = sum(len(nodes) + 1 for nodes in draft.tokens) + step.prompt_rows
+        padding = step.rows - useful
+        return FinishedStep(batch, draft, Verdict(decisions), step.rows, padding, captured=True, read=step.read)
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
@@ -164,12 +291,28 @@ class CapturedRunner:
                 if isinstance(step, OneGraphStep):
                     self.times[size, nodes] = self._time(graph, step)
             self._warmed.append(nodes)
+        for joining in self._all_joining(lengths):
+            self._joining_graph(joining)
+
+    def _all_joining(self, lengths: Iterable[int]) -> list[Joining]:
+        """All graphs of steps that read prompts, largest first."""
+        slots, sizes = self._joining_buckets if self._reads_prompts else [], self._sizes(lengths)
+        asked = product(slots, sizes, (0, max(JOINING)))
+        found = {joining_graph(size, k, rows, sizes) for size, k, rows in asked}
+        return sorted((joining for joining in found if joining is not None), key=lambda one: one.rows, reverse=True)
+
+    @property
+    def _reads_prompts(self) -> bool:
+        """Whether sequences may join in captured steps: not where the host counts rows in between."""
+        return not self._packs
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
         for nodes in self._sizes(lengths):
             for size in self._buckets:
                 self._make_step(self._make_state(size, nodes)).warm()
+        for joining in self._all_joining(lengths):
+            self._make_step(self._joining_state(joining))
 
     def _sizes(self, lengths: Iterable[int]) -> list[int]:
         """Nodes per sequence of the graphs for these draft lengths, largest first."""
@@ -229,9 +372,8 @@ class CapturedRunner:
             and all(fits_device(seq) for seq in batch.seqs)
         )
 
-    def _steady(self, batch: Batch, i: int) -> bool:
-        seq = batch.seqs[i]
-        return batch.complete(i) and self._layout.cached(seq) == len(seq.tokens) - 1
+    def _steady(self, seq: Sequence) -> bool:
+        return self._layout.cached(seq) == len(seq.tokens) - 1
 
     def _note_cached(self, seq: Sequence, report: SlotReport, k: int) -> None:
         """Note what the caches hold after a step of k nodes."""
@@ -252,6 +394,18 @@ class CapturedRunner:
         history = torch.zeros(num_slots, context + 128, dtype=torch.int32, device=device)
         return BatchSlots(control, lengths, history)
 
+    def _joining_graph(self, joining: Joining) -> tuple[GraphState, Step]:
+        if joining not in self._joining:
+            graph = self._joining_state(joining)
+            self._joining[joining] = (graph, self._make_step(graph))
+        return self._joining[joining]
+
+    def _joining_state(self, joining: Joining) -> GraphState:
+        graph, rows = self._make_state(joining.size, joining.k), joining.prompts
+        prompts = graph.prompt_rows(self._layout, rows)
+        drafter = self._drafter.prompt_inputs(graph, rows) if joining.k else None
+        return replace(graph, prompts=prompts, drafter_prompts=drafter)
+
     def _graph(self, size: int, k: int) -> tuple[GraphState, Step]:
         if (size, k) not in self._captured:
             graph = self._make_state(size, k)
@@ -271,12 +425,11 @@ class CapturedRunner:
         return GraphState(slots, sampling, inputs, out, logprobs, self._suite, *places, trees, shared)
 
     def _make_step(self, graph: GraphState) -> Step:
-        rows = graph.size * (graph.k + 1) if graph.shared is None else graph.shared.rows
-        if self._packs and graph.k and rows > FEW_ROWS:
+        if self._packs and graph.k and graph.rows > FEW_ROWS:
             return self._two_graphs(graph)
         work = self._work(graph)
         self._try(graph, work)
-        return OneGraphStep(self._capture(work), rows)
+        return OneGraphStep(self._capture(work), graph.rows + (0 if graph.prompts is None else graph.prompts.count))
 
     def _work(self, graph: GraphState) -> Work:
         if graph.trees is None:
@@ -311,7 +464,10 @@ class CapturedRunner:
         """Run once with empty batch slots, which write to the scratch page, and leave the state of steps in flight."""
         with self._kept(graph):
             graph.sampling.settings.zero_()
-            self._write_control(graph, {}, [], fresh=True)
+            self._write_control(graph, {}, [], {})
+            for prompts in (graph.prompts, graph.drafter_prompts):
+                if prompts is not None:
+                    prompts.clear()
             for work in parts:
                 work()
 
@@ -336,8 +492,10 @@ class CapturedRunner:
         self._alive.append(work)
         return recording.replay
 
-    def _write_control(self, graph: GraphState, slots: dict[Sequence, int], max_nodes: list[int], fresh: bool) -> None:
-        """Write the control rows of all batch slots of a graph, empty ones included."""
+    def _write_control(
+        self, graph: GraphState, slots: dict[Sequence, int], max_nodes: list[int], new: Collection[Sequence]
+    ) -> None:
+        """Write the control rows of all batch slots of a graph, empty ones included. new: in their slots since now."""
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
@@ -346,17 +504,17 @@ class CapturedRunner:
         table[:, : Control.PAGES] = EMPTY_SLOT
         table[:, Control.PAGES :] = graph.scratch // graph.page
         if slots:
-            rows, pages = self._control_rows(slots, max_nodes, fresh), self._pages_of(slots, graph)
+            rows, pages = self._control_rows(slots, max_nodes, new), self._pages_of(slots, graph)
             where = [*slots.values()]
             table[where, : Control.PAGES], table[where, Control.PAGES : Control.PAGES + pages.shape[1]] = rows, pages
         graph.batch_slots.control.copy_(control[: graph.size], non_blocking=True)
         self._copied[self._turn] = self._mark()
 
     @staticmethod
-    def _control_rows(slots: Iterable[Sequence], max_nodes: list[int], fresh: bool) -> list[list[int]]:
+    def _control_rows(slots: Iterable[Sequence], max_nodes: list[int], new: Collection[Sequence]) -> list[list[int]]:
         """What control rows hold before the page tables."""
         return [
-            control_columns(fresh, len(seq.tokens), seq.limit, nodes, seq.params.temperature, rng.mix(seq.seed))
+            control_columns(seq in new, len(seq.tokens), seq.limit, nodes, seq.params.temperature, rng.mix(seq.seed))
             for seq, nodes in zip(slots, max_nodes, strict=True)
         ]
 
@@ -393,6 +551,11 @@ class CapturedRunner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _joins(seq: Sequence) -> bool:
+    """Whether nothing of a new sequence's prompt needs the host."""
+    return fits_device(seq) and seq.params.prompt_logprobs is None
 
 
 def _most_nodes(drafter: CapturedDrafter, layout: PagedLayout) -> int:

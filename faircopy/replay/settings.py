@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,19 +35,20 @@ def fits_device(seq: Sequence) -> bool:
 Rows = dict[Sequence, NDArray[np.int32]]
 
 
-def write_settings(of: SamplingSlots, slots: dict[Sequence, int], known: Rows) -> Rows:
+def write_settings(of: SamplingSlots, slots: dict[Sequence, int], new: Iterable[Sequence], known: Rows) -> Rows:
     """Write the parameters of all batch slots; those without a sequence have none.
 
+    new: sequences that were in no batch slot, or another one, so that nothing is on the device of their tokens' counts.
     known: settings rows from before; returns those of these sequences.
     """
     rows = {seq: known[seq] if seq in known else _settings_row(seq, of.counts.shape[1]) for seq in slots}
     table = np.zeros(of.settings.shape, np.int32)
     table[[*slots.values()]] = np.stack([*rows.values()])
-    for seq, slot in slots.items():
+    for seq in new:
         if seq.params.penalises:
-            _write_counts(of.counts[slot], seq)
+            _write_counts(of.counts[slots[seq]], seq)
         if seq.params.logit_bias:
-            _write_bias(of.bias[slot], seq)
+            _write_bias(of.bias[slots[seq]], seq)
     of.settings.copy_(sent(table, torch.int32, of.settings.device))
     return rows
 

@@ -48,7 +48,7 @@ class Steps:
             suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
             suite.describe(batch, inputs, sampling)
-            logits, states = self._forward(packed)
+            logits, states = self._forward(graph, packed)
             chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
             suite.accept(batch, inputs, chosen, graph.out)
             suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
@@ -69,7 +69,7 @@ class Steps:
             suite.place_nodes(batch, inputs, trees)
             rows.set_base(trees.base)
             suite.describe(batch, inputs, sampling, paths=trees.paths)
-            logits, states = self._forward(packed)
+            logits, states = self._forward(graph, packed)
             chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
             suite.accept_tree(batch, inputs, trees, chosen, graph.out)
             suite.count_tokens(graph.sampling, graph.out, graph.k + 1)
@@ -90,7 +90,7 @@ class Steps:
             suite.place_nodes(batch, inputs, trees)
             rows.place(graph, trees)
             suite.describe(batch, inputs, sampling, places=table.rows, paths=trees.paths)
-            logits, states = self._forward(rows.packed)
+            logits, states = self._forward(graph, rows.packed)
             temperatures, keys = table.temperatures[: shared.rows], table.keys[: shared.rows]
             chosen = _choose(graph, logits, temperatures, keys, sampling.part(shared.rows))
             suite.accept_tree(batch, inputs, trees, chosen, graph.out, table.starts)
@@ -129,18 +129,22 @@ class Steps:
     def _fill(self, graph: GraphState) -> Work:
         return self._drafter.plan_fill(graph) if graph.k else lambda: None
 
-    def _forward(self, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
-        """The target's pass, and the hidden states the drafter wants."""
+    def _forward(self, graph: GraphState, packed: Packed) -> tuple[Tensor, dict[int, Tensor]]:
+        """The target's pass, over prompts of sequences that join too, and the hidden states the drafter wants."""
         reader = self._drafter.reads_hidden_states
+        rows = packed if graph.prompts is None else graph.prompts.behind(packed)
         if reader is None:
-            return self._model.forward(packed, self._layout), {}
+            return self._model.forward(rows, self._layout), {}
         taps = Taps(reader.wants)
-        return self._model.forward(packed, self._layout, taps), taps.states
+        return self._model.forward(rows, self._layout, taps), taps.states
 
     def _store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         reader = self._drafter.reads_hidden_states
-        if reader is not None:
-            reader.store(graph, states)
+        if reader is None:
+            return
+        reader.store(graph, {layer: rows[: graph.rows] for layer, rows in states.items()})
+        if graph.prompts is not None and graph.k:
+            reader.read_prompts(graph, states)
 
 
 def _choose(graph: GraphState, logits: Tensor, temperatures: Tensor, keys: Tensor, sampling: RowSampling) -> Tensor:

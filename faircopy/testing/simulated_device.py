@@ -106,8 +106,12 @@ class SimulatedDevice:
         self.now = max(self.now, end)
 
     def _started(self, step: Any, *_: Any) -> None:
-        size, k = step.kind
-        self._ends[id(step)] = self._launch(f"captured k {k}", self._table.step(size, k))
+        size, k, joined = step.kind
+        seconds = self._table.step(size, k)
+        if joined:
+            seconds += self._table.target(step.rows) - self._table.target(step.graph.rows)
+            seconds += self._table.reading_beside(step.read, size)
+        self._ends[id(step)] = self._launch(f"captured k {k}", seconds)
 
 
 def _steps(engine: Engine, table: CostTable) -> dict[tuple[int, int], float]:

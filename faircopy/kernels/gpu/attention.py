@@ -231,24 +231,34 @@ def attend_pages(
     splits: programs side by side for a tile's spans; None: as pays, and where Hopper's kernel fits, that one.
     """
     rows, heads, d = q.shape
-    kv = keys.shape[1]
-    group = heads // kv
+    group = heads // keys.shape[1]
     log2e = 1.4426950408889634
     numbers = (sinks, scale if softcap else scale * log2e, softcap, window)
     given = {"CAPPED": softcap > 0, "WINDOWED": window > 0, "SINKS": sinks is not None}
-    fits = splits is None and plan.rows.shape[0] > 0 and flash.fits(keys, plan, group)
     out = torch.empty(rows, heads, d, dtype=keys.dtype, device=keys.device)
-    if fits:
-        flash.attend(q, keys, values, out, positions, plan, arrived, PARTS_LIMIT, numbers, given)
-        return out
+    for part in (plan, plan.beside):
+        if part is None:
+            continue
+        if splits is None and part.rows.shape[0] > 0 and flash.fits(keys, part, group):
+            flash.attend(q, keys, values, out, positions, part, arrived, PARTS_LIMIT, numbers, given)
+        else:
+            _attend_part(q, keys, values, out, positions, arrived, part, numbers, splits, given)
+    return out
+
+
+def _attend_part(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, positions: Tensor, arrived: Tensor, plan: PagePlan,
+    numbers: tuple[Any, ...], splits: int | None, given: dict[str, bool],
+) -> None:  # fmt: skip
+    """A plan's tiles, and the tails that go on behind them."""
+    rows, heads, d = q.shape
     lines = 0 if plan.tails is None else 2 * rows * heads
     left, sums = (torch.empty(lines, n, dtype=torch.float32, device=q.device) for n in (d, 2))
     if plan.rows.shape[0]:
-        splits = splits or _splits(q, plan, kv)
+        splits = splits or _splits(q, plan, keys.shape[1])
         _run(q, keys, values, out, left, sums, positions, arrived, plan, numbers, splits, given)
     if plan.tails is not None:
         _run(q, keys, values, out, left, sums, positions, arrived, plan.tails, numbers, 1, given)
-    return out
 
 
 def _run(
@@ -317,7 +327,7 @@ def attend_pages_twin(
 
 def _final_rows(plan: PagePlan) -> Iterator[tuple[PagePlan, int, int]]:
     """Each row once: the plan, the tile and the row that finishes it."""
-    for part in (plan, plan.tails):
+    for part in (plan, plan.tails, plan.beside):
         if part is None:
             continue
         for tile, (rows, (_, stop)) in enumerate(zip(part.rows.tolist(), part.ranges.tolist(), strict=True)):

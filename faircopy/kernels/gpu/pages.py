@@ -54,6 +54,7 @@ class PagePlan:
     paths: Tensor | None = None  # [tiles, PATH] index of each node on the lane's path, counted from base
     even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
     tails: PagePlan | None = None  # tiles that go on where others have left their state
+    beside: PagePlan | None = None  # tiles of other rows of the same pass, which have nothing to do with these
 
 
 def plan_pages(
