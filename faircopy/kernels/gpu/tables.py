@@ -32,7 +32,9 @@ ROOM = 1600  # rows and columns, 64 inputs deep, that a processor's shared memor
 TALL_ROOM = 1680  # and the same of more than STREAMED rows
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
 # Rows beyond STREAMED that tiles are chosen for; other numbers of rows use the next one's.
-BUCKETS: tuple[int, ...] = (144, 160, 192, 256, 288, 320, 384, 512, *range(768, 4097, 256))
+BUCKETS: tuple[int, ...] = (
+    144, 160, 192, 208, 224, 256, 288, 320, 384, 416, 448, 480, 512, *range(768, 4097, 256),
+)  # fmt: skip
 # Numbers of rows that together use every tile which any number of rows would use.
 TILE_ROWS = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128, *BUCKETS)
 TIMED_PIPELINED = 192  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
@@ -203,7 +205,9 @@ def row_tiles(rows: int) -> tuple[int, int, int]:
 
 def tall_tiles(rows: int) -> list[Tile]:
     """Streamed tiles worth trying for a bucket of more than STREAMED rows: one, or several that share them evenly."""
-    height = -(-rows // -(-rows // max(ROW_TILES)))
+    least = -(-rows // max(ROW_TILES))
+    heights = {count: sum(row_tiles(-(-rows // count))) for count in (least, least + 1)}
+    height = heights[min(heights, key=lambda count: (count * heights[count], count))]
     most = 3 if height <= 224 else 2  # three warpgroups have too few registers for more rows of 32 bits
     return [tall_tile(height, 64 * warpgroups, warpgroups) for warpgroups in range(1, most + 1)]
 
