@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -54,8 +55,8 @@ FLASH = {
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
 STREAM = {
-    "BN": 64, "BM": 8, "SECOND": 0, "WARPGROUPS": 1, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4,
-    "PDL": True, "bias": None, "x2": None,
+    "BN": 64, "BM": 8, "SECOND": 0, "THIRD": 0, "WARPGROUPS": 1, "BK": 64, "STAGES": 8, "EACH": 2, "GATE": "silu",
+    "BIASED": False, "WARPS": 4, "PDL": True, "bias": None, "x2": None, "x3": None,
 }  # fmt: skip
 PIPELINED = {
     "BN": 128, "BK": 64, "STAGES": 6, "GROUPS": 4, "GATE": "none", "BIASED": False, "ROWS": 64, "WIDTH": 128,
@@ -84,15 +85,16 @@ HOPPER_ALONE = (
 
 def tall_streams() -> Iterator[Kernel]:
     """The streamed tiles of most rows, by warpgroups, with the largest results."""
-    for tile in (*tables.tall_tiles(192), *tables.tall_tiles(256)):
+    for tile in (tile for rows in (192, 224, 256) for tile in tables.tall_tiles(rows)):
         constants = STREAM | {
-            "BM": tile.bm, "SECOND": tile.second, "BN": tile.bn, "STAGES": tile.stages, "WARPGROUPS": tile.warpgroups,
-            "GATE": "none",
+            "BM": tile.bm, "SECOND": tile.second, "THIRD": tile.third, "BN": tile.bn,
+            "STAGES": stream.stages_that_fit(tile, 4, torch.device("cpu")),
+            "WARPGROUPS": tile.warpgroups, "EACH": stream.columns_each(tile, "none", 4), "GATE": "none",
         }  # fmt: skip
-        del constants["x2"]
         types = {"out": "*fp32", "w": described(tile.bn // tile.warpgroups, 64), "x": described(tile.bm, 64)}
+        types |= {name: described(rows, 64) for name, rows in (("x2", tile.second), ("x3", tile.third)) if rows}
         options = {"maxnreg": stream.MANY[tile.bn]} if tile.warpgroups == 1 else {}
-        yield stream._stream, constants, types | {"x2": described(tile.second, 64)}, options
+        yield stream._stream, {name: value for name, value in constants.items() if name not in types}, types, options
 
 
 def compile_gluon(launcher: Any, constants: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> None:
@@ -100,9 +102,8 @@ def compile_gluon(launcher: Any, constants: dict[str, Any], types: dict[str, str
     names = [param.name for param in launcher.kernel.params]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        GluonASTSource(launcher.kernel, signature, values), target=HOPPER, options={"num_warps": 4, **options}
-    )
+    source = GluonASTSource(launcher.kernel, signature, values)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
     assert compiled.metadata.shared <= SHARED, (constants, compiled.metadata.shared)
 
 

@@ -102,6 +102,10 @@ TWO_HEIGHTS, TWO_WARPGROUPS, THREE_WARPGROUPS = (
     Tile(bm, bn, 64, 4, 2, streamed=True, second=16, warpgroups=warpgroups)
     for bm, bn, warpgroups in ((64, 128, 1), (64, 128, 2), (32, 192, 3))
 )
+THREE_HEIGHTS = (
+    Tile(64, 64, 64, 4, 3, streamed=True, second=32, third=16),
+    Tile(128, 192, 64, 4, 2, streamed=True, second=32, warpgroups=3, third=16),
+)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,10 @@ TWO_HEIGHTS, TWO_WARPGROUPS, THREE_WARPGROUPS = (
         (1, False, 75, "silu", TWO_WARPGROUPS),
         (4, True, 47, "none", THREE_WARPGROUPS),
         (1, False, 100, "silu", THREE_WARPGROUPS),
+        (4, True, 105, "none", THREE_HEIGHTS[0]),  # rows that two tiles have in common
+        (1, False, 200, "silu", THREE_HEIGHTS[0]),
+        (4, True, 170, "none", THREE_HEIGHTS[1]),
+        (1, False, 176, "silu", THREE_HEIGHTS[1]),
     ],
 )
 def test_streamed_products(hopper: Set, groups: int, biased: bool, rows: int, gate: str, tile: Tile) -> None:

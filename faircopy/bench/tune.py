@@ -24,8 +24,8 @@ from faircopy.kernels.groups import group_count
 
 # Rows timed for each bucket: what verifying and reading prompts really bring. Other numbers use the next bucket.
 ROWS = {
-    16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 144: 144, 160: 160, 192: 192, 256: 256, 288: 288, 320: 320, 384: 384,
-    512: 512, 768: 768, 1024: 1024, 2560: 2400,
+    16: 8, 32: 32, 64: 48, 96: 96, 128: 128, 144: 144, 160: 160, 192: 192, 208: 208, 224: 224, 256: 256, 288: 288,
+    320: 320, 384: 384, 416: 416, 448: 448, 480: 480, 512: 512, 768: 768, 1024: 1024, 2560: 2400,
 }  # fmt: skip
 APART = 512  # rows up to which groups of K may be tiles of their own
 SLOWER = 1.03  # times that a pipelined tile may take by itself where another one would be chosen

@@ -427,7 +427,7 @@ def _streams(device: torch.device) -> float:
 def _tall_streams(device: torch.device) -> float:
     """Streamed products of more rows, by all warpgroups and heights, and the others: the same bits."""
     wrong, others = 0, Tile(64, 128, 64, 4, 4, wide=True, apart=True)
-    for rows, groups in product((70, 90, 140, 150, 180, 250, 280, 500), (1, 4)):
+    for rows, groups in product((70, 90, 140, 150, 180, 200, 220, 250, 280, 430, 500), (1, 4)):
         w, x = _random(device, 1000, 2048, dtype=HALF), _random(device, rows, 2048, dtype=HALF)
         layer = linear.Linear(w, _random(device, 1000, dtype=HALF) if groups == 4 else None, groups=groups)
         gating = linear.Linear.gating(w)

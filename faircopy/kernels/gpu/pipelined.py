@@ -3,6 +3,7 @@
 Each group has 64 of a tile's 128 rows. Copying goes on over the ends of tiles and of groups of K, and one group of
 warps multiplies while the other stores. The order of every sum is that of `kernels/gpu/linear.py`, and so are the bits:
 sums of groups of K wait in registers, which hold three tiles of 128 columns, or one of 256 where K is not grouped.
+Rows that would end behind the last one begin earlier (`stream.inside`), so that nothing outside is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from faircopy.kernels.gpu.activation import activated
 from faircopy.kernels.gpu.launch import launched, processors
-from faircopy.kernels.gpu.stream import barriers, descriptor
+from faircopy.kernels.gpu.stream import barriers, descriptor, inside
 from faircopy.kernels.gpu.tables import Tile
 
 ROWS = 64  # of a tile, for each of the two groups of warps
@@ -42,15 +43,16 @@ def _place(tile, tiles_m, tiles_n, BN: gl.constexpr, ROWS: gl.constexpr, ABREAST
 
 
 @gluon.jit
-def _copy_rows(x, row, k, full, x_tiles, stage, ROWS: gl.constexpr):
+def _copy_rows(x, row, k, M, full, x_tiles, stage, ROWS: gl.constexpr):
     """Both groups' rows of a stage."""
     for part in gl.static_range(2):
-        tma.async_copy_global_to_shared(x, [row + part * ROWS, k], full, x_tiles.index(2 * stage + part))
+        at = inside(row + part * ROWS, M, ROWS)
+        tma.async_copy_global_to_shared(x, [at, k], full, x_tiles.index(2 * stage + part))
 
 
 @gluon.jit
 def _copy(
-    w, x, full, empty, w_tiles, x_tiles, tiles_m, tiles_n, steps,
+    w, x, full, empty, w_tiles, x_tiles, tiles_m, tiles_n, M, steps,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, ABREAST: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +66,7 @@ def _copy(
     if PDL:
         gdc_wait()
     for i in range(ahead):
-        _copy_rows(x, row, i * BK, full.index(i), x_tiles, i, ROWS)
+        _copy_rows(x, row, i * BK, M, full.index(i), x_tiles, i, ROWS)
     i = ahead
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, col = _place(tile, tiles_m, tiles_n, BN, ROWS, ABREAST)
@@ -73,7 +75,7 @@ def _copy(
             mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
             mbarrier.expect(full.index(stage), per)
             tma.async_copy_global_to_shared(w, [col, k * BK], full.index(stage), w_tiles.index(stage))
-            _copy_rows(x, row, k * BK, full.index(stage), x_tiles, stage, ROWS)
+            _copy_rows(x, row, k * BK, M, full.index(stage), x_tiles, stage, ROWS)
             i += 1
 
 
@@ -133,7 +135,7 @@ def _put(
 
 @gluon.jit
 def _multiply(
-    out, bias, full, empty, w_tiles, x_tiles, staged, tiles_m, tiles_n, N, steps, PART: gl.constexpr,
+    out, bias, full, empty, w_tiles, x_tiles, staged, tiles_m, tiles_n, M, N, steps, PART: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BIASED: gl.constexpr,
     ROWS: gl.constexpr, WIDTH: gl.constexpr, ABREAST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -159,7 +161,7 @@ def _multiply(
                 third = y
             else:
                 total = total + (third + y)
-        _put(out, staged, total, row + PART * ROWS, col, GATE, BN, ROWS, WIDTH)
+        _put(out, staged, total, inside(row + PART * ROWS, M, ROWS), col, GATE, BN, ROWS, WIDTH)
     tma.store_wait(0)
 
 
@@ -179,16 +181,16 @@ def _pipelined(
     gl.warp_specialize(
         [
             (_multiply, (
-                out, bias, full, empty, w_tiles, x_tiles, staged.index(0), tiles_m, tiles_n, N, steps, 0, BN, STAGES,
-                GROUPS, GATE, BIASED, ROWS, WIDTH, ABREAST, PDL,
+                out, bias, full, empty, w_tiles, x_tiles, staged.index(0), tiles_m, tiles_n, M, N, steps, 0, BN,
+                STAGES, GROUPS, GATE, BIASED, ROWS, WIDTH, ABREAST, PDL,
             )),
             (_multiply, (
-                out, bias, full, empty, w_tiles, x_tiles, staged.index(1), tiles_m, tiles_n, N, steps, 1, BN, STAGES,
-                GROUPS, GATE, BIASED, ROWS, WIDTH, ABREAST, PDL,
+                out, bias, full, empty, w_tiles, x_tiles, staged.index(1), tiles_m, tiles_n, M, N, steps, 1, BN,
+                STAGES, GROUPS, GATE, BIASED, ROWS, WIDTH, ABREAST, PDL,
             )),
             (_copy, (
-                w, x, full, empty, w_tiles, x_tiles, tiles_m, tiles_n, steps * GROUPS, BN, BK, STAGES, ROWS, ABREAST,
-                PDL,
+                w, x, full, empty, w_tiles, x_tiles, tiles_m, tiles_n, M, steps * GROUPS, BN, BK, STAGES, ROWS,
+                ABREAST, PDL,
             )),
         ],
         [4, 1],

@@ -20,15 +20,21 @@ from faircopy.kernels.gpu.launch import power
 
 FOLDER = Path(__file__).parent / "tuned"
 STREAMED = 128  # rows up to which all products on Hopper are streamed; beyond, tables and rule say which
-# Rows of the first and the second tile that share a tile of weights in streamed products, by their sum: tiles are
+# Rows of the first, second and third tile that share a tile of weights in streamed products, by their sum: tiles are
 # powers of two, these heights are not. Up to 128 rows other numbers have one tile, of the next power of two.
-TWO_TILES = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64), 256: (128, 128)}
+ROW_TILES = {
+    80: (64, 16, 0), 96: (64, 32, 0), 144: (128, 16, 0), 160: (128, 32, 0), 192: (128, 64, 0), 208: (128, 64, 16),
+    224: (128, 64, 32), 256: (128, 128, 0),
+}  # fmt: skip
 NARROW = 64  # rows up to which other devices have narrow tiles
 PROCESSORS = 132  # of the chip that tables and rules were measured on
-ROOM = 1600  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block
+ROOM = 1600  # rows and columns, 64 inputs deep, that a processor's shared memory holds in all stages of a block,
+TALL_ROOM = 1680  # and the same of more than STREAMED rows
 FULL = 0.9  # share of them that blocks of 128 columns should keep busy
 # Rows beyond STREAMED that tiles are chosen for; other numbers of rows use the next one's.
-BUCKETS: tuple[int, ...] = (144, 160, 192, 256, 288, 320, 384, 512, *range(768, 4097, 256))
+BUCKETS: tuple[int, ...] = (
+    144, 160, 192, 208, 224, 256, 288, 320, 384, 416, 448, 480, 512, *range(768, 4097, 256),
+)  # fmt: skip
 # Numbers of rows that together use every tile which any number of rows would use.
 TILE_ROWS = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128, *BUCKETS)
 TIMED_PIPELINED = 192  # rows, rounded as the rule is asked, from which on pipelined tiles were timed
@@ -53,11 +59,12 @@ class Tile:
     streamed: bool = False  # the same for few rows (kernels/gpu/stream.py); as high as there are rows
     second: int = 0  # rows of a second tile of such a product, after the first one's
     warpgroups: int = 1  # groups of four warps that have a share of its columns each, up to three
+    third: int = 0  # rows of a third tile, after the second one's
 
     @property
     def height(self) -> int:
         """Rows that share a tile of weights."""
-        return self.bm * self.high + self.second
+        return self.bm * self.high + self.second + self.third
 
     @property
     def possible(self) -> bool:
@@ -65,7 +72,7 @@ class Tile:
         counts = (self.stages, self.resident, self.high, self.warpgroups)
         if min(counts) < 1 or max(self.high, self.warpgroups) > 3 or self.bn % self.warpgroups:
             return False
-        sides = (self.bm, self.bn // self.warpgroups, self.bk, self.warps, self.second or 1)
+        sides = (self.bm, self.bn // self.warpgroups, self.bk, self.warps, self.second or 1, self.third or 1)
         return all(n > 0 and n & (n - 1) == 0 for n in sides)
 
 
@@ -183,22 +190,25 @@ def streamed_tile(rows: int, outputs: int, groups: int) -> Tile:
 
 def tall_tile(rows: int, columns: int, warpgroups: int = 1) -> Tile:
     """A streamed tile of more than 32 rows, with a processor to itself."""
-    first, second = row_tiles(rows)
-    stages = ROOM // (first + second + columns)
-    return Tile(first, columns, 64, 4, stages, streamed=True, second=second, warpgroups=warpgroups)
+    first, second, third = row_tiles(rows)
+    height = first + second + third
+    stages = (ROOM if height <= STREAMED else TALL_ROOM) // (height + columns)
+    return Tile(first, columns, 64, 4, stages, streamed=True, second=second, warpgroups=warpgroups, third=third)
 
 
-def row_tiles(rows: int) -> tuple[int, int]:
-    """Rows of the first and the second tile (0: none) of the smallest height that holds these."""
-    single = {power(rows): (power(rows), 0)} if rows <= STREAMED else {}
-    fitting = single | {height: pair for height, pair in TWO_TILES.items() if height >= rows}
+def row_tiles(rows: int) -> tuple[int, int, int]:
+    """Rows of the first, second and third tile (0: none) of the smallest height that holds these."""
+    single = {power(rows): (power(rows), 0, 0)} if rows <= STREAMED else {}
+    fitting = single | {height: tiles for height, tiles in ROW_TILES.items() if height >= rows}
     return fitting[min(fitting)]
 
 
 def tall_tiles(rows: int) -> list[Tile]:
     """Streamed tiles worth trying for a bucket of more than STREAMED rows: one, or several that share them evenly."""
-    height = -(-rows // -(-rows // max(TWO_TILES)))
-    most = 3 if height <= 192 else 2  # three warpgroups have too few registers for more rows
+    least = -(-rows // max(ROW_TILES))
+    heights = {count: sum(row_tiles(-(-rows // count))) for count in (least, least + 1)}
+    height = heights[min(heights, key=lambda count: (count * heights[count], count))]
+    most = 3 if height <= 224 else 2  # three warpgroups have too few registers for more rows of 32 bits
     return [tall_tile(height, 64 * warpgroups, warpgroups) for warpgroups in range(1, most + 1)]
 
 
