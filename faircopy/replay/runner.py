@@ -151,14 +151,14 @@ class CapturedRunner:
 
     def interrupts(self, seq: Sequence) -> bool:
         """Whether captured steps have to stop for this new sequence, whose prompt is too long or needs the host."""
-        return not self._reads_prompts or not _joins(seq) or len(seq.tokens) > max(JOINING)
+        return not _joins(seq) or len(seq.tokens) > max(JOINING)
 
     def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
         """Rows of a new sequence's prompt, of the target or of the drafter; None: captured steps do not read it.
 
         drafted: whether the drafter reads it.
         """
-        if not self._reads_prompts or not _joins(seq):
+        if not _joins(seq):
             return None
         own = self._drafter.prompt_rows(seq) if drafted else 0
         return None if own is None else max(own, len(seq.tokens) - 1 - self._layout.cached(seq))
@@ -296,15 +296,10 @@ class CapturedRunner:
 
     def _all_joining(self, lengths: Iterable[int]) -> list[Joining]:
         """All graphs of steps that read prompts, largest first."""
-        slots, sizes = self._joining_buckets if self._reads_prompts else [], self._sizes(lengths)
-        asked = product(slots, sizes, (0, max(JOINING)))
+        sizes = self._sizes(lengths)
+        asked = product(self._joining_buckets, sizes, (0, max(JOINING)))
         found = {joining_graph(size, k, rows, sizes) for size, k, rows in asked}
         return sorted((joining for joining in found if joining is not None), key=lambda one: one.rows, reverse=True)
-
-    @property
-    def _reads_prompts(self) -> bool:
-        """Whether sequences may join in captured steps: not where the host counts rows in between."""
-        return not self._packs
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
@@ -425,7 +420,7 @@ class CapturedRunner:
         return GraphState(slots, sampling, inputs, out, logprobs, self._suite, *places, trees, shared)
 
     def _make_step(self, graph: GraphState) -> Step:
-        if self._packs and graph.k and graph.rows > FEW_ROWS:
+        if self._packs and graph.k and graph.rows > FEW_ROWS and graph.prompts is None:
             return self._two_graphs(graph)
         work = self._work(graph)
         self._try(graph, work)
