@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from faircopy.replay import CapturedRunner, InFlightStep
 
 
-TRIED_PROMPT = 128  # tokens of the prompt of a warm-up: more than a captured step reads
+TRIED_PROMPT = 384  # tokens of the prompt of a warm-up: more than a captured step reads
 
 
 class EagerStep(NamedTuple):

@@ -13,6 +13,7 @@ from faircopy.policy import Policy, reading
 from faircopy.types import MOST_JOINING, Batch, Decision, FinishedStep, FinishReason, Output, Sequence, StepPlan
 
 LEAST_SHARE = 4  # prompts get at least one in this many rows of a step, however many the running texts need
+FEW_WAITING = 3  # new sequences up to which they join in several small captured steps instead of a large one
 LOGPROBS_CHUNK = 512  # prompt tokens fed at once if every row's logits are wanted
 
 
@@ -36,9 +37,9 @@ class CaptureRule(Protocol):
     def takes(self, batch: Batch) -> bool:
         """Whether this batch can run as a captured step, if that reads what has not been read of new sequences."""
 
-    def joining_nodes(self, k: int, slots: int, rows: int) -> int | None:
-        """Nodes per sequence, where k are wanted, of a captured step of so many batch slots that reads so many rows of
-        prompts; None: there is none."""
+    def joining_step(self, k: int, slots: int, rows: int) -> tuple[int, int] | None:
+        """The captured step of so many batch slots that reads so many rows of prompts, where k nodes are wanted: its
+        nodes per sequence, and the rows of prompts that it has room for. None: there is none."""
 
     def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
         """Rows of a new sequence's prompt; None: captured steps do not read it. drafted: if the drafter does, too."""
@@ -170,14 +171,19 @@ class Scheduler:
     def _join(
         self, going_on: list[Sequence], waiting: list[Sequence], wanted: dict[Sequence, int], k: int, room: int
     ) -> _Joining:
-        """Let new sequences in, in order, as long as pages and the captured step's rows of prompts last."""
+        """Let new sequences in, in order, as long as pages and the captured step's rows of prompts last.
+
+        A larger step than the first one needs is taken only if many wait: a row of it costs more.
+        """
         assert self._capture is not None, "captured steps are planned"
-        joined, nodes, used = list[Sequence](), k, 0
+        joined, step, used = list[Sequence](), (k, 0), 0
         for seq in waiting[:MOST_JOINING]:
             known = self._ledger.open(seq)
             rows = self._capture.prompt_rows(seq, bool(wanted[seq]))
             slots = self._capture.slots_behind(going_on, len(joined) + 1)
-            found = None if rows is None else self._capture.joining_nodes(k, slots, used + rows)
+            found = None if rows is None else self._capture.joining_step(k, slots, used + rows)
+            if found is not None and joined and found[1] > step[1] and len(waiting) <= FEW_WAITING:
+                found = None
             fits = found is not None and self._ledger.reserve(seq, min(seq.limit, len(seq.tokens) + room + 1))
             if rows is None or found is None or not fits:
                 self._leave(seq)
@@ -185,8 +191,8 @@ class Scheduler:
                 break
             self._start(seq, known)
             joined.append(seq)
-            nodes, used = found, used + rows
-        return _Joining(joined, nodes)
+            step, used = found, used + rows
+        return _Joining(joined, step[0])
 
     def commit(self, step: FinishedStep, in_flight: int = 0) -> list[Output]:
         """Append what was decided, up to where plain decoding would have stopped.
@@ -235,7 +241,8 @@ class Scheduler:
         rows = [capture.prompt_rows(seq, seq not in batch.idle) for seq in new]
         if None in rows or len(new) > MOST_JOINING:
             return None
-        return capture.joining_nodes(min(k, capture.max_nodes), len(batch), sum(count or 0 for count in rows))
+        step = capture.joining_step(min(k, capture.max_nodes), len(batch), sum(count or 0 for count in rows))
+        return None if step is None else step[0]
 
     def _nodes_of_graph(self, k: int) -> int:
         """Draft nodes per sequence of the captured step that drafts of k nodes run in."""

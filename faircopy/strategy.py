@@ -28,7 +28,7 @@ MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], 
 
 
 GROUPS = 8  # a full queue's sequences join when one in this many places is free,
-SMALL_GROUPS = 16  # and where captured steps read their prompts one in this many
+SMALL_GROUPS = 32  # and where captured steps read their prompts one in this many
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "FEW_ROWS", 0)
 
 
+@pytest.fixture
+def prompts_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps read no prompts."""
+    monkeypatch.setattr(runner, "JOINING", {})
+
+
 @pytest.fixture(scope="module")
 def pair() -> tuple[Fused, Fused]:
     return fused(str(bundled.draft())), fused(str(bundled.draft()))
@@ -237,6 +243,7 @@ def spy(thing: object, name: str) -> list[tuple[Any, Any]]:
     return calls
 
 
+@pytest.mark.usefixtures("prompts_by_the_host")
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # type: ignore[no-untyped-def]
     """The rows of the packed path from the host, and what a bucket has to spare."""
@@ -264,6 +271,7 @@ def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type:
     assert engine.captured.captured_sizes == made
 
 
+@pytest.mark.usefixtures("prompts_by_the_host")
 def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, NgramDrafter(30, 30), k=3)  # nothing is found
     reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
@@ -407,6 +415,7 @@ def test_a_draft_model_that_breaks_for_one_node_costs_nothing(pair, plain) -> No
         del pair[1].forward
 
 
+@pytest.mark.usefixtures("prompts_by_the_host")
 def test_eager_steps_before_captured_ones_draft_one_node(pair, plain) -> None:  # type: ignore[no-untyped-def]
     """The host makes one draft pass per step; requests that cannot be captured still get all their nodes."""
     for params, passes in ((GREEDY, 1), (SamplingParams(max_tokens=23, logprobs=21), 4)):
@@ -518,6 +527,7 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
     assert {4, 16} <= set(sizes)
 
 
+@pytest.mark.usefixtures("prompts_by_the_host")
 def test_steps_that_read_prompts_draft_no_more_than_a_graph_has_logits_for(pair, plain, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """N-gram drafts beside prompts: with all nodes of k the pass would be launched kernel by kernel."""
     for module in (graphs, runner):

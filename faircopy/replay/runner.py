@@ -151,7 +151,7 @@ class CapturedRunner:
 
     def interrupts(self, seq: Sequence) -> bool:
         """Whether captured steps have to stop for this new sequence, whose prompt is too long or needs the host."""
-        return not _joins(seq) or len(seq.tokens) > max(JOINING)
+        return not _joins(seq) or len(seq.tokens) > max(JOINING, default=0)
 
     def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
         """Rows of a new sequence's prompt, of the target or of the drafter; None: captured steps do not read it.
@@ -163,11 +163,11 @@ class CapturedRunner:
         own = self._drafter.prompt_rows(seq) if drafted else 0
         return None if own is None else max(own, len(seq.tokens) - 1 - self._layout.cached(seq))
 
-    def joining_nodes(self, k: int, slots: int, rows: int) -> int | None:
-        """Draft nodes per sequence, where k are wanted, of the captured step that reads so many rows of prompts; None:
-        there is none."""
+    def joining_step(self, k: int, slots: int, rows: int) -> tuple[int, int] | None:
+        """Nodes per sequence, where k are wanted, and rows of prompts of the captured step that reads so many of them;
+        None: there is none."""
         found = self._joining_of(slots, k, rows)
-        return None if found is None else found.k
+        return None if found is None else (found.k, found.prompts)
 
     def _joining_of(self, slots: int, k: int, rows: int) -> Joining | None:
         """The graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows."""
@@ -297,7 +297,7 @@ class CapturedRunner:
     def _all_joining(self, lengths: Iterable[int]) -> list[Joining]:
         """All graphs of steps that read prompts, largest first."""
         sizes = self._sizes(lengths)
-        asked = product(self._joining_buckets, sizes, (0, max(JOINING)))
+        asked = product(self._joining_buckets, sizes, (0, max(JOINING, default=0)))
         found = {joining_graph(size, k, rows, sizes) for size, k, rows in asked}
         return sorted((joining for joining in found if joining is not None), key=lambda one: one.rows, reverse=True)
 
