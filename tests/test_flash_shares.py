@@ -168,17 +168,18 @@ class Scene:
         share = functions["_share"](rows, ranges, positions, *numbers, self.heads, *sizes)
         launch.copied.clear()
         functions["_copy"](
-            "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, self.window, 1,
-            self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit, 16, 4, 64,
-            self.even, windowed, self.parts, False,
+            "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, None,
+            self.window, 1, self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit,
+            16, 4, 64, self.even, windowed, self.parts, False, False,
         )  # fmt: skip
         for part in range(2 if height * self.group > flash.PLACES else 1):
             launch.read.clear()
             functions["_multiply"](
-                None, None, None, None, counters, None, None, None, None, None, rows, ranges, seqs, positions, None,
-                1.0, 0.0, self.window, self.blocks, self.blocks // SPAN, tiles, even, *(x.clone() for x in share), part,
+                None, None, None, None, counters, None, None, None, None, None, rows, ranges, seqs, positions,
+                None, None, 1.0, 0.0, self.window, self.blocks, self.blocks // SPAN, tiles, even,
+                *(x.clone() for x in share), part,
                 self.heads * self.group, self.heads, 64, height, power(height), flash.PLACES, BN, SPAN, unit, 4,
-                self.even, False, windowed, False, self.parts, flash.CHUNK, flash.TOGETHER, 4, False,
+                self.even, False, windowed, False, self.parts, False, flash.CHUNK, flash.TOGETHER, 4, False,
             )  # fmt: skip
             assert launch.copied == [(*where, ring + n) for *where, ring in launch.read for n in (0, 1)]
             assert [ring for *_, ring in launch.copied] == list(range(len(launch.copied)))
