@@ -105,7 +105,8 @@ class Launch:
     def copy_block(self, pool: str, pages: Any, table: Pointer, block: int, last: Any, head: Any, *args: Any) -> None:
         self.copied.append((int(head), int(table.at), block, args[0]))
 
-    def begin_tile(self, q: Any, query: Any, tile: Tensor, head: Tensor, rows: Any, part: int, *_: Any) -> None:
+    def begin_tile(self, q: Any, query: Any, tile: Tensor, head: Tensor, rows: Any, *args: Any) -> None:
+        part = args[2]
         self.tile = int(tile), int(head), part
 
     def extend(self, m: Any, total: Any, acc: tuple[int, ...], *args: Any) -> tuple[Any, Any, tuple[int, ...]]:

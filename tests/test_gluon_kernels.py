@@ -293,6 +293,12 @@ def test_trees_at_the_ends_of_blocks(hopper: Set, first: int, deepest: int) -> N
     check_trees(hopper, range(first, first + 10, 3), 18, first, {}, dim=64, group=2, deepest=deepest)
 
 
+def test_trees_without_room_for_spans(hopper: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block takes all of a tile's keys then, though most of them lie behind its stretch."""
+    monkeypatch.setattr(attention, "PARTS_LIMIT", 1000)
+    check_trees(hopper, (1500, 511, 3, 900), 5, 4, {}, dim=64)
+
+
 def test_packed_trees(hopper: Set) -> None:
     """The first rows of some trees, end to end, beside padding rows and a sequence without rows."""
     bases, rows, counts = (100, 125, 511, 900), 6, (6, 1, 0, 4)

@@ -205,7 +205,7 @@ def _copy_block(
 
 @gluon.jit
 def _copy(
-    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, bases, window, width, blocks, tiles, even,
+    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width, blocks, tiles, even,
     head, tile, offset, at, end,
     D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
@@ -218,7 +218,7 @@ def _copy(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
         )
         if TREE:
-            lowest = gl.load(bases + tile) - 1  # the last token, whichever rows of its tree are in this tile
+            lowest = gl.load(about + 2 * tile) - 1  # the last token, whichever rows of its tree are in this tile
         table = tables + seq.to(gl.int64) * width
         block = _begin(offset, first, stop, BLOCKS)
         at += block - first - offset
@@ -299,21 +299,33 @@ def _extend(
 
 
 @gluon.jit
-def _gather(
-    pool, buffers, slots, tile, head, lane, lanes,
-    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Begin to bring the last keys or values of LANES lanes, from `lane` on, into shared memory; zeros behind them."""
+def _lane_slots(slots, tile, lane, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
+    """KV slots of the last keys of a lane, as _copy_lane reads them; -1: none."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     column = gl.arange(0, _TAIL, gl.SliceLayout(1, layout))
+    return gl.load(slots + (tile * Q + lane) * _TAIL + column, mask=(lane < Q) & (column >= 0), other=-1)
+
+
+@gluon.jit
+def _copy_lane(pool, buffer, slot, head, KV: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Begin to bring the last keys or values of a lane into shared memory; zeros behind them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    line = (slot.to(gl.int64) * KV + head) * D
+    async_copy.async_copy_global_to_shared(buffer, pool + line[:, None] + dims[None, :], mask=(slot >= 0)[:, None])
+
+
+@gluon.jit
+def _gather(
+    pool, buffers, slots, tile, head, first, lanes,
+    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring the last keys or values of up to LANES lanes, from `first` on, into shared memory."""
+    gl.thread_barrier()  # what was there has been multiplied
     for n in gl.static_range(_LANES):
-        where = slots + (tile * Q + lane + n) * _TAIL
-        slot = gl.load(where + column, mask=(lane + n < lanes) & (column >= 0), other=-1)
-        line = (slot.to(gl.int64) * KV + head) * D
-        async_copy.async_copy_global_to_shared(
-            buffers.index(n), pool + line[:, None] + dims[None, :], mask=(slot >= 0)[:, None]
-        )
+        slot = _lane_slots(slots, tile, first + n, D, Q, WARPS)
+        if first + n < lanes:
+            _copy_lane(pool, buffers.index(n), slot, head, KV, D, WARPS)
     async_copy.commit_group()
 
 
@@ -326,27 +338,15 @@ def _gathered():
 
 
 @gluon.jit
-def _gather_first(
-    tree, tile, head, lanes, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Begin to bring the first lanes' keys and values, where nobody reads others any more."""
-    keys, values, slots, _, _, lane_keys, lane_values = tree
-    gl.thread_barrier()
-    _gather(keys, lane_keys, slots, tile, head, 0, lanes, KV, D, Q, WARPS)
-    _gather(values, lane_values, slots, tile, head, 0, lanes, KV, D, Q, WARPS)
-
-
-@gluon.jit
 def _lane_scores(
-    query, tree, tile, head, lane, lanes, LAYOUT: gl.constexpr,
+    query, tree, tile, head, lane, lanes, first_there, LAYOUT: gl.constexpr,
     BM: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The products of queries with the last keys of their lanes. The first lanes are on their way."""
+    """The products of queries with the last keys of their lanes. first_there: the first lanes are on their way."""
     keys, _, slots, _, _, buffers, _ = tree
     scores = gl.zeros([BM, _TAIL], gl.float32, LAYOUT)
     for first in range(0, lanes, _LANES):
-        if first > 0:
-            gl.thread_barrier()
+        if (first > 0) | (not first_there):
             _gather(keys, buffers, slots, tile, head, first, lanes, KV, D, Q, WARPS)
         _gathered()
         for n in range(first, gl.minimum(first + _LANES, lanes)):
@@ -358,14 +358,13 @@ def _lane_scores(
 
 @gluon.jit
 def _lane_values(
-    acc, p, tree, tile, head, lane, lanes, OUT: gl.constexpr,
+    acc, p, tree, tile, head, lane, lanes, first_there, OUT: gl.constexpr,
     KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Add the last values of each row's lane, weighted by p. The first lanes are there."""
+    """Add the last values of each row's lane, weighted by p. first_there: the first lanes have arrived."""
     _, values, slots, _, _, _, buffers = tree
     for first in range(0, lanes, _LANES):
-        if first > 0:
-            gl.thread_barrier()
+        if (first > 0) | (not first_there):
             _gather(values, buffers, slots, tile, head, first, lanes, KV, D, Q, WARPS)
             _gathered()
         for n in range(first, gl.minimum(first + _LANES, lanes)):
@@ -378,13 +377,13 @@ def _lane_values(
 
 @gluon.jit
 def _extend_tree(
-    m, total, acc, query, tiles, ones, full, empty, count, block, position, base, tree, tile, head, lanes,
+    m, total, acc, query, tiles, ones, full, empty, count, block, position, tree, tile, head, first_there,
     scale, cap, window, PART: gl.constexpr, HEADS: gl.constexpr, KV: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, Q: gl.constexpr, SLOTS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """One more block of a span's keys, as _extend, but its columns from the last multiple of GRAIN before `base` on are
-    those of each row's lane."""
+    those of each row's lane. first_there: the first lanes' keys and values are on their way."""
     kind: gl.constexpr = query.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     LAST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _TAIL, 16])
@@ -394,7 +393,8 @@ def _extend_tree(
     PLACE: gl.constexpr = gl.SliceLayout(1, LAST)
     token = (PART * BM + gl.arange(0, BM, PLACE)) // (HEADS // KV)
     lane = gl.load(tree[3] + tile * Q + token, mask=token < Q, other=-1)
-    own = _lane_scores(query, tree, tile, head, lane, lanes, LAST, BM, KV, D, Q, WARPS)
+    base, lanes = gl.load(tree[4] + 2 * tile), gl.load(tree[4] + 2 * tile + 1)
+    own = _lane_scores(query, tree, tile, head, lane, lanes, first_there, LAST, BM, KV, D, Q, WARPS)
     key, value = count % SLOTS, (count + 1) % SLOTS
     mbarrier.wait(full.index(key), (count // SLOTS) & 1)
     scores = gl.zeros([BM, BN], gl.float32, SCORES)
@@ -429,13 +429,7 @@ def _extend_tree(
     added, acc = warpgroup_mma_wait(0, deps=(added, acc))
     mbarrier.arrive(empty.index(value), count=1)
     total = gl.fma(total, old, gl.convert_layout(gl.max(added, 1), ROW))
-    return top, total, _lane_values(acc, own_p, tree, tile, head, lane, lanes, OUT, KV, D, Q, WARPS)
-
-
-@gluon.jit
-def _lane_count(lanes, tile, Q: gl.constexpr, QP: gl.constexpr, WARPS: gl.constexpr):
-    at = gl.arange(0, QP, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.max(gl.load(lanes + tile * Q + at, mask=at < Q, other=-1), 0) + 1
+    return top, total, _lane_values(acc, own_p, tree, tile, head, lane, lanes, first_there, OUT, KV, D, Q, WARPS)
 
 
 @gluon.jit
@@ -499,19 +493,33 @@ def _finish_spans(
 
 @gluon.jit
 def _query(
-    q, query, tile, head, rows, PART: gl.constexpr,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    q, query, tile, head, rows, tree, ahead, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    TREE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries of a tile's part into shared memory, once the kernel before has written them."""
+    """Bring the queries of a tile's part into shared memory, once the kernel before has written them. Of trees also
+    begin to bring the first lanes' last keys and values, if the block where nodes begin is among those `ahead`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     _, _, line = _rows(tile, head, rows, PART, gl.SliceLayout(1, layout), HEADS, KV, Q, BM)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    if TREE:
+        keys, values, slots, _, about, lane_keys, lane_values = tree
+        base, lanes = gl.load(about + 2 * tile), gl.load(about + 2 * tile + 1)
+        found = (
+            _lane_slots(slots, tile, 0, D, Q, WARPS), _lane_slots(slots, tile, 1, D, Q, WARPS),
+            _lane_slots(slots, tile, 2, D, Q, WARPS), _lane_slots(slots, tile, 3, D, Q, WARPS),
+        )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     lines = gl.load(q + line[:, None] * D + dims[None, :], mask=(line >= 0)[:, None], other=0.0)
     gl.thread_barrier()  # the tile before has been multiplied
+    if TREE:
+        for n in gl.static_range(_LANES):
+            if (n < lanes) & (base // BN < ahead):
+                _copy_lane(keys, lane_keys.index(n), found[n], head, KV, D, WARPS)
+                _copy_lane(values, lane_values.index(n), found[n], head, KV, D, WARPS)
+        async_copy.commit_group()
     query.store(lines)
     fence_async_shared()
     gl.thread_barrier()
@@ -546,17 +554,17 @@ def _multiply(
             row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
             position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
             left = 0  # spans whose states this stretch has left in memory
-            _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+            begin = block
+            # no block from here on is taken in this stretch: a unit that begins in it may end behind it
+            ahead = block + end - at + SPAN if PARTS else _END
+            _query(q, query, tile, head, rows, tree, ahead, PART, HEADS, KV, D, Q, BM, BN, TREE, WARPS, PDL)
             while (at < end) & (block < stop):
                 upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
                 m, total, acc = _empty(BM, D, ROW, OUT)
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
                 like_chain = upto
                 if TREE:
-                    like_chain = gl.minimum(upto, gl.load(tree[4] + tile) // BN)
-                    if upto > like_chain:
-                        lanes = _lane_count(tree[3], tile, Q, QP, WARPS)
-                        _gather_first(tree, tile, head, lanes, KV, D, Q, WARPS)
+                    like_chain = gl.minimum(upto, gl.load(tree[4] + 2 * tile) // BN)
                 for b in range(block, like_chain):
                     if b % SPAN == 0:
                         m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
@@ -567,19 +575,15 @@ def _multiply(
                     )  # fmt: skip
                     count += 2
                 if TREE:
-                    base = gl.load(tree[4] + tile)
-                    lanes = _lane_count(tree[3], tile, Q, QP, WARPS)
-                    begin = gl.maximum(block, gl.minimum(upto, base // BN))
-                    for b in range(begin, upto):
+                    nodes_at = gl.load(tree[4] + 2 * tile) // BN
+                    for b in range(gl.maximum(block, gl.minimum(upto, nodes_at)), upto):
                         if b % SPAN == 0:
                             m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
                             m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
-                        if b > begin:
-                            _gather_first(tree, tile, head, lanes, KV, D, Q, WARPS)
                         m_span, total_span, acc_span = _extend_tree(
-                            m_span, total_span, acc_span, query, slots, ones, full, empty, count, b, position, base,
-                            tree, tile, head, lanes, scale, cap, window, PART, HEADS, KV, BM, BN, D, Q, SLOTS,
-                            CAPPED, WINDOWED, WARPS,
+                            m_span, total_span, acc_span, query, slots, ones, full, empty, count, b, position, tree,
+                            tile, head, b == gl.maximum(begin, nodes_at), scale, cap, window, PART, HEADS, KV, BM, BN,
+                            D, Q, SLOTS, CAPPED, WINDOWED, WARPS,
                         )  # fmt: skip
                         count += 2
                 # found again: what is kept over the loop above takes registers away from it
@@ -617,7 +621,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
 def _flash(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
-    key_pool, value_pool, lane_slots, lanes, bases, scale, cap, window, width, blocks, spans, tiles, even,
+    key_pool, value_pool, lane_slots, lanes, about, scale, cap, window, width, blocks, spans, tiles, even,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
@@ -625,7 +629,7 @@ def _flash(
     TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A block takes an equal stretch of all key blocks: a warp copies them, four multiply. TALL: four more multiply the
-    lower half of every tile. TREE: tiles are rows of trees, whose lanes lie in the tables from key_pool to bases."""
+    lower half of every tile. TREE: tiles are rows of trees, whose lanes lie in the tables from key_pool to about."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
@@ -644,7 +648,7 @@ def _flash(
         own: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TAIL, D], kind)
         lane_keys = gl.allocate_shared_memory(kind, [_LANES, _TAIL, D], own)
         lane_values = gl.allocate_shared_memory(kind, [_LANES, _TAIL, D], own)
-        tree = (key_pool, value_pool, lane_slots, lanes, bases, lane_keys, lane_values)
+        tree = (key_pool, value_pool, lane_slots, lanes, about, lane_keys, lane_values)
     if TALL:  # arguments are written out: constants in a tuple with a name become numbers at run time
         query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
         gl.warp_specialize(
@@ -662,7 +666,7 @@ def _flash(
                     CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, bases, window, width,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
                     blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
                     WINDOWED, PARTS, TREE, PDL,
                 )),
@@ -680,7 +684,7 @@ def _flash(
                     CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, bases, window, width,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
                     blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
                     WINDOWED, PARTS, TREE, PDL,
                 )),
@@ -713,7 +717,7 @@ def attend(
     units = tiles * kv * (spans if parted else 1)
     found = plan.lanes
     ranges = plan.ranges if found is None else found.ranges
-    trees = (None,) * 5 if found is None else (keys, values, found.slots, found.lanes, found.bases)
+    trees = (None,) * 5 if found is None else (keys, values, found.slots, found.lanes, found.about)
     _flash[(min(units, processors(out.device)),)](
         q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, ranges,
         plan.seqs, plan.tables, positions, sinks, *trees, numbers[1], numbers[2], window, plan.tables.stride(0),

@@ -18,7 +18,7 @@ from faircopy.kernels.gpu.pages import GRAIN, PATH, TAIL, PagePlan, TreeLanes
 @launched
 @triton.jit(do_not_specialize=["width"])
 def _place_lanes(
-    rows, seqs, starts, paths, positions, tables, bases, lanes, slots, width,
+    rows, seqs, starts, paths, positions, tables, about, lanes, slots, width,
     Q: tl.constexpr, QP: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,8 @@ def _place_lanes(
     leads = live & (last == place)
     number = tl.cumsum(leads.to(tl.int32), 0) - 1
     lane = tl.sum(tl.where(place[:, None] == last[None, :], number[:, None], 0), 0)
-    tl.store(bases + tile, base)
+    tl.store(about + 2 * tile, base)
+    tl.store(about + 2 * tile + 1, tl.sum(leads.to(tl.int32), 0))
     tl.store(lanes + tile * Q + place, tl.where(live, lane, -1), mask=place < Q)
     column = tl.arange(0, COLUMNS)[None, :]
     at = base // STEP * STEP + column
@@ -60,7 +61,7 @@ def place_lanes(plan: PagePlan, positions: Tensor) -> None:
     tails, found = _trees(plan)
     tiles, height = plan.rows.shape
     _place_lanes[(tiles,)](
-        plan.rows, plan.seqs, tails.bases, tails.paths, positions, plan.tables, found.bases, found.lanes, found.slots,
+        plan.rows, plan.seqs, tails.bases, tails.paths, positions, plan.tables, found.about, found.lanes, found.slots,
         plan.tables.stride(0), Q=height, QP=power(height, 2), DEEP=found.depth, PAGE=plan.page, COLUMNS=TAIL,
         STEP=GRAIN, LAST=PATH, num_warps=4, **options(positions.device),
     )  # fmt: skip
@@ -70,7 +71,7 @@ def place_lanes_twin(plan: PagePlan, positions: Tensor) -> None:
     tails, found = _trees(plan)
     assert tails.bases is not None and tails.paths is not None, "only a plan for trees has paths"
     found.lanes.fill_(-1)
-    found.bases.zero_()
+    found.about.zero_()
     for tile, line in enumerate(plan.rows.tolist()):
         rows = [row for row in line if row >= 0]
         if not rows:
@@ -79,7 +80,7 @@ def place_lanes_twin(plan: PagePlan, positions: Tensor) -> None:
         paths = [tails.paths[row, : int(positions[row]) + 1 - base].tolist() for row in rows]
         last = [max(n for n, path in enumerate(paths) if path[: len(own)] == own) for own in paths]
         leaves = sorted(set(last))
-        found.bases[tile] = base
+        found.about[tile, 0], found.about[tile, 1] = base, len(leaves)
         found.lanes[tile, : len(rows)] = torch.tensor([leaves.index(leaf) for leaf in last], dtype=torch.int32)
         for lane, leaf in enumerate(leaves):
             indices = [*range(base // GRAIN * GRAIN, base), *(base + node for node in paths[leaf])]

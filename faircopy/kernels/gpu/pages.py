@@ -49,7 +49,7 @@ class TreeLanes:
     """Paths in the tiles of a plan for trees, see lanes.place_lanes. A lane: rows of a tile that lie on one path."""
 
     ranges: Tensor  # [tiles, 2] all key blocks
-    bases: Tensor  # [tiles] position where nodes begin
+    about: Tensor  # [tiles, 2] position where nodes begin, and number of lanes
     lanes: Tensor  # [tiles, Q] lane of each row; -1: no row
     slots: Tensor  # [tiles, Q, TAIL] KV slots of each lane's keys, the first ones of the text; -1: none
     depth: int  # nodes on a path at most
@@ -60,7 +60,7 @@ class TreeLanes:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         ranges = torch.tensor([[0, END]] * tiles, dtype=torch.int32, device=device)
-        return cls(ranges, table(tiles), table(tiles, height), table(tiles, height, TAIL), depth)
+        return cls(ranges, table(tiles, 2), table(tiles, height), table(tiles, height, TAIL), depth)
 
 
 @dataclass(frozen=True, slots=True)
