@@ -55,8 +55,10 @@ FLASH = {
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
 TREE_TABLES = {"key_pool": "*bf16", "value_pool": "*bf16"} | dict.fromkeys(("lane_slots", "lanes", "about"), "*i32")
-TREE = {name: value for name, value in FEW_ROWS.items() if name not in TREE_TABLES} | {"TREE": True, "EVEN": False}
-FEW_DIMS = {"D": 64, "HEADS": 16, "KV": 2, "CAPPED": True, "WINDOWED": True, "PARTS": False, "BLOCKS": 1 << 30}
+TREE = {name: value for name, value in FEW_ROWS.items() if name not in TREE_TABLES} | {"TREE": True}
+PACKED = {
+    "EVEN": False, "D": 64, "HEADS": 16, "KV": 2, "CAPPED": True, "WINDOWED": True, "PARTS": False, "BLOCKS": 1 << 30,
+}  # fmt: skip
 STREAM = {
     "BN": 64, "BM": 8, "SECOND": 0, "WARPGROUPS": 1, "BK": 64, "STAGES": 8, "GATE": "silu", "BIASED": False, "WARPS": 4,
     "PDL": True, "bias": None, "x2": None,
@@ -83,7 +85,7 @@ HOPPER_ALONE = (
     (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
     (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES, {}),
     (flash._flash, TREE, POINTERS | PAGES | TABLES | TREE_TABLES, {}),
-    (flash._flash, TREE | FEW_DIMS, POINTERS | PAGES | TABLES | TREE_TABLES | {"positions": "*i64"}, {}),
+    (flash._flash, TREE | PACKED, POINTERS | PAGES | TABLES | TREE_TABLES | {"positions": "*i64"}, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip
 

@@ -716,15 +716,15 @@ def attend(
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)
     found = plan.lanes
-    ranges = plan.ranges if found is None else found.ranges
+    ranges, even = (plan.ranges, plan.even) if found is None else (found.ranges, found.even)
     trees = (None,) * 5 if found is None else (keys, values, found.slots, found.lanes, found.about)
     _flash[(min(units, processors(out.device)),)](
         q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, ranges,
         plan.seqs, plan.tables, positions, sinks, *trees, numbers[1], numbers[2], window, plan.tables.stride(0),
-        plan.blocks, spans, tiles, plan.even,
+        plan.blocks, spans, tiles, even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
         BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=plan.even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None, CHUNK=CHUNK,
+        EVEN=even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None, CHUNK=CHUNK,
         TOGETHER=TOGETHER, WARPS=4, num_warps=4, **given, **options(out.device),
     )  # fmt: skip
 

@@ -53,14 +53,15 @@ class TreeLanes:
     lanes: Tensor  # [tiles, Q] lane of each row; -1: no row
     slots: Tensor  # [tiles, Q, TAIL] KV slots of each lane's keys, the first ones of the text; -1: none
     depth: int  # nodes on a path at most
+    even: int = 0  # as in PagePlan
 
     @classmethod
-    def empty(cls, tiles: int, height: int, depth: int, device: torch.device) -> TreeLanes:
+    def empty(cls, tiles: int, height: int, depth: int, device: torch.device, even: int = 0) -> TreeLanes:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         ranges = torch.tensor([[0, END]] * tiles, dtype=torch.int32, device=device)
-        return cls(ranges, table(tiles, 2), table(tiles, height), table(tiles, height, TAIL), depth)
+        return cls(ranges, table(tiles, 2), table(tiles, height), table(tiles, height, TAIL), depth, even)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,12 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
 
 
 def _tree_lanes(
-    tiles: int, height: int, tables: Tensor, page: int, dim: int, itemsize: int, depth: int
+    tiles: int, height: int, tables: Tensor, page: int, dim: int, itemsize: int, depth: int, even: int = 0
 ) -> TreeLanes | None:
     """Room for the lanes of a plan's tiles, where Hopper's kernel takes its trees."""
     if not _for_hopper(dim, itemsize, page, tables.device) or depth > DEEPEST:
         return None
-    return TreeLanes.empty(tiles, height, depth, tables.device)
+    return TreeLanes.empty(tiles, height, depth, tables.device, even)
 
 
 def tree_plan(
@@ -174,7 +175,8 @@ def tree_plan(
         own.view(-1, 1), ranges(rows, END), seqs.repeat_interleave(rows), tables, page, blocks,
         torch.zeros(size * rows, dtype=torch.int32, device=device), paths.view(-1, PATH),
     )  # fmt: skip
-    lanes = _tree_lanes(size * tiles, height, tables, page, dim, itemsize, depth)
+    even = rows if tiles == 1 else 0
+    lanes = _tree_lanes(size * tiles, height, tables, page, dim, itemsize, depth, even)
     seqs = seqs.repeat_interleave(tiles)
     return PagePlan(shared, ranges(tiles, 0), seqs, tables, page, blocks, tails=tails, lanes=lanes)
 
