@@ -276,12 +276,17 @@ class GraphState:
         }
         return self.pack(rows, ids, positions, slots, plans)
 
-    def path_rows(self, layout: PagedLayout, rows: int, paths: Tensor | None = None) -> PathRows:
-        """`rows` rows of every batch slot behind the text, each with a path of its own [B, R, PATH]."""
+    def path_rows(self, layout: PagedLayout, rows: int, paths: Tensor | None = None, depth: int = PATH) -> PathRows:
+        """`rows` rows of every batch slot behind the text, each with a path of its own [B, R, PATH].
+
+        depth: nodes on a path at most, where all paths are those of a tree whose rows these are.
+        """
         paths = self.inputs.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
         plans = {
-            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, *_widest(layout))
+            (shape.window, shape.group): tree_plan(
+                paths, tables, self.page, reach, shape.group, *_widest(layout), depth
+            )
             for shape in layout.layers
         }
         block = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)
@@ -306,12 +311,12 @@ class GraphState:
         ids, positions, slots = (part[:rows] for part in (packed_rows.ids, packed_rows.positions, packed_rows.slots))
         return Packed(ids, positions, slots, plans, wanted, [], [], [])
 
-    def shared_rows(self, layout: PagedLayout, shared: SharedNodes) -> SharedRows:
-        """The last token and the nodes that were left of every batch slot's tree, end to end."""
+    def shared_rows(self, layout: PagedLayout, shared: SharedNodes, depth: int) -> SharedRows:
+        """The last token and the nodes that were left of every batch slot's tree, end to end. depth: see path_rows."""
         tables, reach = self._tables
         plans = {
             (shape.window, shape.group): packed_tree_plan(
-                self.size, self.k + 1, shared.rows, tables, self.page, reach, shape.group, *_widest(layout)
+                self.size, self.k + 1, shared.rows, tables, self.page, reach, shape.group, *_widest(layout), depth
             )
             for shape in layout.layers
         }
@@ -383,6 +388,8 @@ class SharedRows:
         graph.suite.pack(graph.batch_slots, graph.inputs, self.shared.table, graph.scratch)
         for plan in self.plans.values():
             graph.suite.pack_paths(self.shared.table, trees, plan, self.block)
+            if plan.lanes is not None:
+                graph.suite.place_lanes(plan, self.shared.table.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +400,12 @@ class PathRows:
     plans: Plans
     block: int  # keys per block, of the layer that has most
 
-    def set_base(self, base: Tensor) -> None:
-        """Nodes begin at position base [B] int32."""
+    def place(self, graph: GraphState, trees: TreeNodes) -> None:
+        """Rows are those of trees whose nodes have been placed."""
         for plan in self.plans.values():
-            set_base(plan, base, self.block)
+            set_base(plan, trees.base, self.block)
+            if plan.lanes is not None:
+                graph.suite.place_lanes(plan, graph.inputs.positions.view(-1))
 
 
 @dataclass(frozen=True, slots=True)

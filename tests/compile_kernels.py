@@ -51,9 +51,15 @@ TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positio
 FLASH = {
     "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
     "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
-    "PARTS": True, "TALL": True, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True, "sinks": None,
+    "PARTS": True, "TALL": True, "TREE": False, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True, "sinks": None,
+    "key_pool": None, "value_pool": None, "lane_slots": None, "lanes": None, "about": None,
 }  # fmt: skip
 FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True}
+TREE_TABLES = {"key_pool": "*bf16", "value_pool": "*bf16"} | dict.fromkeys(("lane_slots", "lanes", "about"), "*i32")
+TREE = {name: value for name, value in FEW_ROWS.items() if name not in TREE_TABLES} | {"TREE": True}
+PACKED = {
+    "EVEN": False, "D": 64, "HEADS": 16, "KV": 2, "CAPPED": True, "WINDOWED": True, "PARTS": False, "BLOCKS": 1 << 30,
+}  # fmt: skip
 STREAM = {
     "BN": 64, "BM": 8, "SECOND": 0, "THIRD": 0, "WARPGROUPS": 1, "BK": 64, "STAGES": 8, "EACH": 2, "GATE": "silu",
     "BIASED": False, "WARPS": 4, "PDL": True, "bias": None, "x2": None, "x3": None,
@@ -79,6 +85,8 @@ HOPPER_ALONE = (
     (pipelined._pipelined, BROAD, PIPELINE_TYPES | {"w": described(256, 64)}, {}),
     (flash._flash, FLASH, POINTERS | PAGES | TABLES | {"positions": "*i64"}, {}),
     (flash._flash, FEW_ROWS, POINTERS | PAGES | TABLES, {}),
+    (flash._flash, TREE, POINTERS | PAGES | TABLES | TREE_TABLES, {}),
+    (flash._flash, TREE | PACKED, POINTERS | PAGES | TABLES | TREE_TABLES | {"positions": "*i64"}, {}),
     (stream._stream, STREAM, {"out": "*bf16", "w": described(64, 64), "x": described(8, 64)}, {"maxnreg": 96}),
 )  # fmt: skip
 
@@ -98,12 +106,14 @@ def tall_streams() -> Iterator[Kernel]:
 
 
 def compile_gluon(launcher: Any, constants: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> None:
-    """Numbers are 32-bit integers where no type is given."""
+    """Numbers are 32-bit integers where no type is given; pointers are aligned, as all that are launched with."""
     names = [param.name for param in launcher.kernel.params]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(launcher.kernel, signature, values)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
+    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if str(signature[name]).startswith("*")}
+    compiled = triton.compile(
+        GluonASTSource(launcher.kernel, signature, values, aligned), target=HOPPER, options={"num_warps": 4, **options}
+    )
     assert compiled.metadata.shared <= SHARED, (constants, compiled.metadata.shared)
 
 

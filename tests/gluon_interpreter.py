@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SHARED_BYTES = 232_448  # of a block on Hopper
+STEP = 16  # of a product's inner dimension that tensor cores add to a sum at once
 EARLY = 0.3  # the share of copies that read, and of products that are computed, as soon as they are asked for
 
 
@@ -338,6 +339,8 @@ class Partition:
     speed: int = 1  # how often it is chosen
     products: deque[Product] = field(default_factory=deque)
     stores: int = 0  # copies to global memory on their way
+    begun: list[Callable[[], None]] = field(default_factory=list)  # threads' own copies of the group that is not closed
+    groups: deque[list[Callable[[], None]]] = field(default_factory=deque)  # of such copies, on their way
     unfenced: set[int] = field(default_factory=set)  # addresses of tensors that it has written itself
 
 
@@ -606,6 +609,34 @@ def _store_wait(left: int) -> None:
     _current.pause(lambda: partition.stores <= left)
 
 
+def _copy_by_threads(tile: Shared, pointer: Pointer, mask: Any = None) -> None:
+    """Global to shared memory, number by number; zeros where the mask says so. A fence has to follow the wait."""
+    numbers = _load(pointer, mask).data
+    if tuple(numbers.shape) != tile.shape:
+        raise KernelError(f"a block {tuple(numbers.shape)} copied to a tile {tile.shape}")
+    tile.write(torch.tensor(float("nan"), dtype=tile.dtype))
+
+    def arrive() -> None:
+        tile.write(numbers)
+        tile.storage.unfenced = True
+
+    _current.now.begun.append(arrive)
+
+
+def _close_group() -> None:
+    partition = _current.now
+    partition.groups.append(partition.begun)
+    partition.begun = []
+
+
+def _await_groups(left: int = 0) -> None:
+    groups = _current.now.groups
+    while len(groups) > left:
+        for arrive in groups.popleft():
+            arrive()
+    _current.pause()
+
+
 def _fence() -> None:
     for storage in _current.storages[_current.now.program]:
         storage.unfenced = False
@@ -636,8 +667,10 @@ def _multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: boo
 
     def work() -> Tensor:
         before = acc.finish() if isinstance(acc, Product) else acc.data
-        product = left().double() @ right().double()
-        return (before.double() * bool(use_acc) + product).float()
+        total, (a, b) = before * bool(use_acc), (left().double(), right().double())
+        for k in range(0, a.shape[1], STEP):
+            total = (total.double() + a[:, k : k + STEP] @ b[k : k + STEP]).float()
+        return total
 
     result, partition = Product(work), _current.now
     partition.products.append(result)
@@ -703,6 +736,9 @@ _REPLACED: dict[int, Any] = {
     ),
     id(hopper.tma): SimpleNamespace(
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
+    ),
+    id(ampere.async_copy): SimpleNamespace(
+        async_copy_global_to_shared=_copy_by_threads, commit_group=_close_group, wait_group=_await_groups
     ),
     id(hopper.warpgroup_mma): _multiply,
     id(hopper.warpgroup_mma_wait): _await_products,

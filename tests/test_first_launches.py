@@ -38,7 +38,10 @@ TARGET: dict[str, Any] = {
     "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
     "intermediate_size": 1024,
 }  # fmt: skip
-OF_HEADS = {"_pair", "_take_in", "_expand", "_rerank", "_spend", "_place_front", "_place_unread", "_leaders", "_offer"}
+OF_HEADS = {
+    "_pair", "_take_in", "_expand", "_rerank", "_spend", "_place_front", "_place_unread", "_leaders", "_offer",
+    "_place_lanes",
+}  # fmt: skip
 DEEP_ALONE = {"_expand", "_rerank", "_place_front"}  # of heads with keys of their own, whose trees are EAGLE's
 
 

@@ -105,7 +105,8 @@ class Launch:
     def copy_block(self, pool: str, pages: Any, table: Pointer, block: int, last: Any, head: Any, *args: Any) -> None:
         self.copied.append((int(head), int(table.at), block, args[0]))
 
-    def begin_tile(self, q: Any, query: Any, tile: Tensor, head: Tensor, rows: Any, part: int, *_: Any) -> None:
+    def begin_tile(self, q: Any, query: Any, tile: Tensor, head: Tensor, rows: Any, *args: Any) -> None:
+        part = args[2]
         self.tile = int(tile), int(head), part
 
     def extend(self, m: Any, total: Any, acc: tuple[int, ...], *args: Any) -> tuple[Any, Any, tuple[int, ...]]:
@@ -168,17 +169,18 @@ class Scene:
         share = functions["_share"](rows, ranges, positions, *numbers, self.heads, *sizes)
         launch.copied.clear()
         functions["_copy"](
-            "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, self.window, 1,
-            self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit, 16, 4, 64,
-            self.even, windowed, self.parts, False,
+            "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, None,
+            self.window, 1, self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit,
+            16, 4, 64, self.even, windowed, self.parts, False, False,
         )  # fmt: skip
         for part in range(2 if height * self.group > flash.PLACES else 1):
             launch.read.clear()
             functions["_multiply"](
-                None, None, None, None, counters, None, None, None, None, None, rows, ranges, seqs, positions, None,
-                1.0, 0.0, self.window, self.blocks, self.blocks // SPAN, tiles, even, *(x.clone() for x in share), part,
+                None, None, None, None, counters, None, None, None, None, None, rows, ranges, seqs, positions,
+                None, None, 1.0, 0.0, self.window, self.blocks, self.blocks // SPAN, tiles, even,
+                *(x.clone() for x in share), part,
                 self.heads * self.group, self.heads, 64, height, power(height), flash.PLACES, BN, SPAN, unit, 4,
-                self.even, False, windowed, False, self.parts, flash.CHUNK, flash.TOGETHER, 4, False,
+                self.even, False, windowed, False, self.parts, False, flash.CHUNK, flash.TOGETHER, 4, False,
             )  # fmt: skip
             assert launch.copied == [(*where, ring + n) for *where, ring in launch.read for n in (0, 1)]
             assert [ring for *_, ring in launch.copied] == list(range(len(launch.copied)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ from faircopy.config import EngineConfig
 from faircopy.kernels.gpu import (
     attention,
     flash,
+    lanes,
     linear,
     norm,
+    packing,
     pages,
     pending_norm,
     pipelined,
@@ -40,11 +43,13 @@ from faircopy.kernels.gpu import (
 )
 from faircopy.kernels.gpu.suite import KERNELS
 from faircopy.kernels.gpu.tables import Tile
+from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.model import loader
 from faircopy.model.fused import Fused, fused_weights
 from faircopy.model.weights import Source, decoder_spec
-from faircopy.testing import kernel_checks
+from faircopy.testing import kernel_checks, tree_checks
 from faircopy.testing.kernel_checks import distance
+from faircopy.testing.tree_checks import TreeScene
 from faircopy.types import Request, SamplingParams
 from tests.gluon_interpreter import Interpreted, KernelError
 
@@ -232,6 +237,110 @@ def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.Monke
         monkeypatch.setattr(attention, "PARTS_LIMIT", limit)
         results.append(attention.attend_pages(**scene, arrived=attention.counters(CPU), scale=0.3))
     assert torch.equal(*results)
+
+
+def tree_scene(bases: Sequence[int], rows: int, seed: int, dim: int = 128, group: int = 4, **more: Any) -> TreeScene:
+    given = (CPU, HALF, dim, group, bases, rows, Random(seed))
+    return tree_checks.tree_scene(*given, place=lanes.place_lanes_twin, **more)
+
+
+def unwritten_nodes(scene: TreeScene, bases: Sequence[int], rows: int) -> list[tuple[Tensor, Tensor]]:
+    """The pools before the last tokens and all nodes have been stored, and the queries."""
+    tables, page = scene.trees.tables, scene.trees.page
+    pools = [(pool, pool.clone()) for pool in scene.pools]
+    for _, before in pools:
+        for table, base in zip(tables, bases, strict=True):
+            before[tree_checks._slots(table, page)[base - 1 : base - 1 + rows]] = NAN
+    return [*pools, unwritten(scene.q)]
+
+
+def check_trees(hopper: Set, bases: Sequence[int], rows: int, seed: int, options: dict[str, Any], **more: Any) -> None:
+    """Rows of random trees: the bits of chains, with any number of processors; close to the twin."""
+    scene = tree_scene(bases, rows, seed, **more)
+    source, arrived = Random(seed), attention.counters(CPU)
+    given = {**options, "sinks": random(scene.q.shape[1])} if "sinks" in options else options
+    assert scene.trees.lanes is not None and flash.fits(scene.pools[0], scene.trees, more.get("group", 4))
+    hopper(seed, 3)
+    chains = scene.attend(scene.chains, **given)
+    for processors in (1, source.randint(2, 7)):
+        hopper(source.randrange(1000), processors, unwritten_nodes(scene, bases, rows))
+        q, (keys, values) = scene.q, scene.pools
+        found = attention.attend_pages(q, keys, values, scene.positions, scene.trees, arrived, 0.3, **given)
+        other = (found != chains).any(-1).any(-1)
+        assert not other.any(), f"rows {other.nonzero().flatten().tolist()} of {len(bases)} trees of {rows} rows"
+        assert not arrived.any(), "counters are zero between passes"
+    twin = attention.attend_pages_twin(q, keys, values, scene.positions, scene.trees, 0.3, **given)
+    assert distance(found, twin) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "bases", "more"),
+    [
+        (3, (1, 15, 16, 17, 111, 112, 113), {}),
+        (5, (126, 127, 128, 129, 130), {}),
+        (5, (495, 504, 510, 511, 512, 513), {}),
+        (9, (127, 509, 640, 1023), {"dim": 64, "group": 3}),
+        (16, (5, 120, 125, 508), {"page": 16}),
+        (25, (3, 122, 300, 511), {"dim": 64, "group": 4}),  # two tiles of a tree
+        (25, (121, 505), {"group": 1}),  # more lanes than shared memory holds at once
+    ],
+)
+def test_trees(hopper: Set, rows: int, bases: tuple[int, ...], more: dict[str, Any]) -> None:
+    check_trees(hopper, bases, rows, sum(bases), {}, **more)
+
+
+@pytest.mark.parametrize("options", [{"window": 100}, {"window": 9}, {"softcap": 20.0}, {"sinks": 1}], ids=str)
+def test_trees_with_options(hopper: Set, options: dict[str, Any]) -> None:
+    check_trees(hopper, (12, 122, 510, 1020), 7, 1, options, dim=64, group=2)
+
+
+@pytest.mark.parametrize("deepest", [1, 3, pages.DEEPEST])
+@pytest.mark.parametrize("first", [120, 504, 1016])
+def test_trees_at_the_ends_of_blocks(hopper: Set, first: int, deepest: int) -> None:
+    """A path of 17 nodes ends in a later block than it begins in, or in a later span."""
+    check_trees(hopper, range(first, first + 10, 3), 18, first, {}, dim=64, group=2, deepest=deepest)
+
+
+def test_trees_without_room_for_spans(hopper: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block takes all of a tile's keys then, though most of them lie behind its stretch."""
+    monkeypatch.setattr(attention, "PARTS_LIMIT", 1000)
+    check_trees(hopper, (3, 511, 2500, 900), 5, 4, {}, dim=64)
+
+
+def test_packed_trees(hopper: Set) -> None:
+    """The first rows of some trees, end to end, beside padding rows and a sequence without rows."""
+    bases, rows, counts = (100, 125, 511, 900), 6, (6, 1, 0, 4)
+    scene = tree_scene(bases, rows, 5)
+    hopper(2, 3)
+    chains = scene.attend(scene.chains)
+    kept = [seq * rows + row for seq, count in enumerate(counts) for row in range(count)]
+    table, trees = packing.PackedRows.empty(4, rows, CPU), TreeNodes.over(scene.pools, 4, rows, rows)
+    table.rows.fill_(-1)
+    for seq, count in enumerate(counts):
+        table.rows[seq, :count] = torch.arange(sum(counts[:seq]), sum(counts[: seq + 1]))
+    assert scene.trees.tails is not None and scene.trees.tails.paths is not None
+    trees.base.copy_(torch.tensor(bases))
+    trees.paths.copy_(scene.trees.tails.paths.view(4, rows, -1))
+    tables, page = scene.trees.tables, scene.trees.page
+    plan = pages.packed_tree_plan(4, rows, len(kept) + 3, tables, page, tables.shape[1] * page, 4, 128, 2, rows - 1)
+    packing.pack_paths_twin(table, trees, plan, 128)
+    places = torch.tensor([*kept, 0, 0, 0])
+    positions = scene.positions[places]
+    lanes.place_lanes_twin(plan, positions)
+    assert flash.fits(scene.pools[0], plan, 4)
+    arrived = attention.counters(CPU)
+    found = attention.attend_pages(scene.q[places], *scene.pools, positions, plan, arrived, 0.3)
+    assert torch.equal(found[: len(kept)], chains[kept])
+
+
+def test_which_trees_it_takes(hopper: Set) -> None:
+    """Not those of deep paths, nor draft heads' levels, whose lanes nobody finds."""
+    tables, paths = torch.zeros(1, 9).int(), torch.zeros(1, 30, pages.PATH).int()
+    keys = torch.zeros(1, 1, 128, dtype=HALF)
+    for depth, found in ((pages.DEEPEST, True), (pages.DEEPEST + 1, False), (pages.PATH, False)):
+        plan = pages.tree_plan(paths, tables, 32, 288, 4, 128, 2, depth)
+        assert flash.fits(keys, plan, 4) is found
+    assert not flash.fits(keys, pages.tree_plan(paths, tables, 8, 72, 4, 128, 2, 3), 4)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Steps:
     def trees(self, graph: GraphState, trees: TreeNodes) -> Work:
         """One whole step with a tree per batch slot; the keys of its accepted path are moved into line."""
         suite, inputs, batch = graph.suite, graph.inputs, graph.batch_slots
-        rows = graph.path_rows(self._layout, graph.k + 1, trees.paths)
+        rows = graph.path_rows(self._layout, graph.k + 1, trees.paths, trees.deepest)
         packed, fill = graph.tree_rows(rows), self._fill(graph)
         sampling = graph.row_sampling(packed.size)
 
@@ -67,7 +67,7 @@ class Steps:
             suite.prepare(batch, inputs, graph.page, graph.scratch)
             fill()
             suite.place_nodes(batch, inputs, trees)
-            rows.set_base(trees.base)
+            rows.place(graph, trees)
             suite.describe(batch, inputs, sampling, paths=trees.paths)
             logits, states = self._forward(graph, packed)
             chosen = _choose(graph, logits, inputs.temperatures.view(-1), inputs.keys.view(-1), sampling)
@@ -81,7 +81,7 @@ class Steps:
     def shared_trees(self, graph: GraphState, trees: TreeNodes, shared: SharedNodes) -> Work:
         """One whole step with a tree per batch slot, of whose nodes the surest of all trees are verified."""
         suite, inputs, batch, table = graph.suite, graph.inputs, graph.batch_slots, shared.table
-        rows, fill = graph.shared_rows(self._layout, shared), self._fill(graph)
+        rows, fill = graph.shared_rows(self._layout, shared, trees.deepest), self._fill(graph)
         sampling = graph.row_sampling(table.ids.shape[0])
 
         def run() -> None:

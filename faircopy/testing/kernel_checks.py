@@ -76,6 +76,8 @@ def checks() -> Iterator[Check]:
     yield "growth: the same trees", growth_checks.trees
     yield "growth: the same places", growth_checks.places
     yield "attention: captured trees have their chains' bits", lambda device: tree_checks.tree_bits(device, HALF)
+    yield "trees: the same lanes", tree_checks.tree_lanes
+    yield "attention: trees by Hopper's kernel have chains' bits", lambda device: tree_checks.hopper_trees(device, HALF)
 
 
 def _within(allowed: float, run: Callable[..., float], *options: Any) -> Callable[[torch.device], float]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from faircopy import rng
-from faircopy.kernels.gpu import attention, packing, pages, pick, tree
+from faircopy.kernels.gpu import attention, flash, lanes, packing, pages, pick, tree
+from faircopy.kernels.gpu.launch import hopper
 from faircopy.kernels.gpu.records import Control, ReportColumns
 from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tree import TreeNodes
@@ -139,11 +143,13 @@ def tree_bits(device: torch.device, dtype: torch.dtype) -> float:
     paths = torch.zeros(size, rows, pages.PATH, dtype=torch.int32, device=device)
     for row, route in enumerate(routes):
         paths[:, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
-    plan = pages.tree_plan(paths, tables, page, PAGES * page, group, dim, dtype.itemsize)
+    plan = pages.tree_plan(paths, tables, page, PAGES * page, group, dim, dtype.itemsize, rows - 1)
     bases = torch.tensor(lengths, dtype=torch.int32, device=device)
     pages.set_base(plan, bases, pages.block_length(dim, dtype.itemsize))
     where = [n - 1 + len(route) for n in lengths for route in routes]
     positions = torch.tensor(where, dtype=torch.int32, device=device)
+    if plan.lanes is not None:
+        lanes.place_lanes(plan, positions)
     out = _attend(q, pools, positions, plan, device)
     wrong = _packed_otherwise(q, pools, positions, paths, tables, bases, out)
     for seq, n in enumerate(lengths):
@@ -173,9 +179,13 @@ def _packed_otherwise(
     trees.base.copy_(bases)
     trees.paths.copy_(paths)
     total = len(kept) + 2  # padding rows
-    plan = pages.packed_tree_plan(size, width, total, tables, page, PAGES * page, group, dim, q.element_size())
+    plan = pages.packed_tree_plan(
+        size, width, total, tables, page, PAGES * page, group, dim, q.element_size(), width - 1
+    )
     packing.pack_paths(rows, trees, plan, pages.block_length(dim, q.element_size()))
     places = torch.tensor([*kept, 0, 0], device=device)
+    if plan.lanes is not None:
+        lanes.place_lanes(plan, positions[places])
     found = _attend(q[places], pools, positions[places], plan, device)
     return sum(not torch.equal(found[n], wanted[place]) for n, place in enumerate(kept))
 
@@ -197,3 +207,137 @@ def _straightened(pools: list[Tensor], table: Tensor, page: int, n: int, route: 
 def _attend(q: Tensor, pools: list[Tensor], positions: Tensor, plan: Any, device: torch.device) -> Tensor:
     arrived = attention.counters(device)
     return attention.attend_pages(q.contiguous(), pools[0], pools[1], positions, plan, arrived, 0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeScene:
+    """Rows of trees, and the same rows as chains: each is the last token of a sequence of its own, in which the keys of
+    its path lie in line."""
+
+    q: Tensor
+    pools: list[Tensor]
+    positions: Tensor
+    trees: pages.PagePlan
+    chains: pages.PagePlan
+
+    def attend(self, plan: pages.PagePlan, splits: int | None = None, **options: Any) -> Tensor:
+        arrived = attention.counters(self.q.device)
+        given = self.q, self.pools[0], self.pools[1], self.positions, plan, arrived, 0.3
+        return attention.attend_pages(*given, splits=splits, **options)
+
+
+PlaceLanes = Callable[[pages.PagePlan, Tensor], None]
+
+
+def tree_scene(
+    device: torch.device, dtype: torch.dtype, dim: int, group: int, bases: Sequence[int], rows: int, source: Random,
+    page: int = 32, kv: int = 2, deepest: int = pages.DEEPEST, place: PlaceLanes = lanes.place_lanes,
+) -> TreeScene:  # fmt: skip
+    """A random tree of `rows` rows behind each text of bases[n] tokens; large numbers where no key lies."""
+    size, width = len(bases), -(-(max(bases) + rows) // page)
+    parents = [random_parents(rows, deepest, source) for _ in bases]
+    routes = [[_route(own, row) for row in range(rows)] for own in parents]
+    private = (page - 1 + deepest) // page + 1  # pages of a chain's own
+    order = list(range(size * width + size * rows * private))
+    source.shuffle(order)
+    tables = torch.tensor(order[: size * width], dtype=torch.int32).view(size, width)
+    owned = torch.tensor(order[size * width :], dtype=torch.int32).view(size * rows, private)
+    straight = tables.repeat_interleave(rows, 0)
+    sources, targets, behind = list[Tensor](), list[Tensor](), list[Tensor]()
+    for seq, base in enumerate(bases):
+        slots = _slots(tables[seq], page)
+        behind.append(slots[base + rows - 1 :])
+        for row, route in enumerate(routes[seq]):
+            n, first = seq * rows + row, base // page
+            fitting = min(private, width - first)
+            straight[n, first : first + fitting] = owned[n, :fitting]
+            own, end = _slots(straight[n], page), base + len(route)
+            behind.append(own[end:])
+            sources.append(torch.cat([slots[first * page : base], slots[[base - 1 + node for node in route]]]))
+            targets.append(own[first * page : end])
+    generator = torch.Generator().manual_seed(source.randrange(1 << 30))
+    pools = [torch.randn(len(order) * page, kv, dim, generator=generator).to(dtype) for _ in range(2)]
+    copied = [pool[torch.cat(sources)] for pool in pools]
+    for pool, moved in zip(pools, copied, strict=True):
+        pool[torch.cat(behind)] = 1e4
+        pool[torch.cat(targets)] = moved
+    pools = [pool.to(device) for pool in pools]
+    q = torch.randn(size * rows, kv * group, dim, generator=generator).to(device, dtype)
+    paths = torch.zeros(size, rows, pages.PATH, dtype=torch.int32)
+    for seq, own_routes in enumerate(routes):
+        for row, route in enumerate(own_routes):
+            paths[seq, row, : len(route)] = torch.tensor([node - 1 for node in route], dtype=torch.int32)
+    where = [base - 1 + len(route) for base, own_routes in zip(bases, routes, strict=True) for route in own_routes]
+    positions = torch.tensor(where, dtype=torch.int32, device=device)
+    given = tables.to(device), page, width * page
+    depth = min(rows - 1, deepest)
+    trees = pages.tree_plan(paths.to(device), *given, group, dim, dtype.itemsize, depth)
+    begins = torch.tensor(bases, dtype=torch.int32, device=device)
+    pages.set_base(trees, begins, pages.block_length(dim, dtype.itemsize))
+    if trees.lanes is not None:
+        place(trees, positions)
+    chains = pages.even_plan(size * rows, 1, straight.to(device), page, width * page, dim, dtype.itemsize)
+    return TreeScene(q, pools, positions, trees, chains)
+
+
+def random_parents(rows: int, deepest: int, source: Random) -> list[int]:
+    """The row of each row's parent; trees are wide, narrow or anything between."""
+    recent, parents, depths = source.choice((1, 2, 4, rows)), [-1], [0]
+    for row in range(1, rows):
+        fitting = [above for above in range(row) if depths[above] < deepest]
+        near = [above for above in fitting if above >= row - recent] or fitting
+        parents.append(source.choice(near))
+        depths.append(depths[parents[-1]] + 1)
+    return parents
+
+
+def _slots(table: Tensor, page: int) -> Tensor:
+    """The KV slot of each position."""
+    return (table.long()[:, None] * page + torch.arange(page)).flatten()
+
+
+HOPPER_TREES: tuple[tuple[int, int, int, int, int, dict[str, Any]], ...] = (
+    # batch size, nodes, longest text, numbers of a head, group, options
+    (8, 1, 600, 128, 4, {}), (64, 2, 700, 128, 4, {}), (8, 3, 1500, 128, 4, {}), (1, 4, 1500, 128, 4, {}),
+    (16, 6, 1500, 128, 4, {}), (64, 15, 300, 128, 4, {}), (8, 24, 1500, 128, 4, {}), (3, 24, 1100, 128, 1, {}),
+    (5, 5, 1500, 128, 7, {"window": 70}), (5, 8, 1500, 64, 3, {"softcap": 20.0}),
+)  # fmt: skip
+
+
+def hopper_trees(device: torch.device, dtype: torch.dtype) -> float:
+    """Rows of captured trees by Hopper's kernel, where this is one, that have other bits as chains or by the other
+    kernel; three sets of texts each, many of which end near the end of a block."""
+    if not hopper(device):
+        return 0.0
+    source, wrong = Random(7), 0
+    near = [n + more for n in (128, 256, 512, 1024) for more in range(-17, 18)]
+    for size, nodes, longest, dim, group, options in HOPPER_TREES * 3:
+        bases = [source.choice((source.choice(near), source.randint(1, longest))) for _ in range(size)]
+        scene = tree_scene(device, dtype, dim, group, bases, nodes + 1, source)
+        assert flash.fits(scene.pools[0], scene.trees, group), "this kernel is not the one that is checked"
+        found = scene.attend(scene.trees, **options)
+        others = scene.attend(scene.chains, **options), scene.attend(scene.trees, 1, **options)
+        wrong += sum(int((found != other).any(-1).any(-1).sum()) for other in others) + int((~found.isfinite()).sum())
+    return float(wrong)
+
+
+def tree_lanes(device: torch.device) -> float:
+    """Which rows share a path and where its keys lie, as the twin does; beside padding rows and nodes without slots."""
+    source, wrong = Random(3), 0
+    for rows, group in ((2, 4), (5, 4), (9, 16), (25, 4)):
+        bases = [source.randint(1, 300) for _ in range(4)]
+        scene = tree_scene(device, torch.float32, 32, group, bases, rows, source)
+        plan, positions = scene.trees, scene.positions
+        if rows == 5:
+            plan.rows[1, 3:] = plan.rows[2] = -1
+            assert plan.tails is not None and plan.tails.paths is not None
+            plan.tails.paths[15:20].clamp_(max=1)  # the last sequence ends behind its second node
+            positions[15:20].clamp_(max=bases[3] + 1)
+        found = []
+        for place in (lanes.place_lanes, lanes.place_lanes_twin):
+            empty = pages.TreeLanes.empty(plan.rows.shape[0], plan.rows.shape[1], pages.DEEPEST, device)
+            place(replace(plan, lanes=empty), positions)
+            found.append((empty.about, empty.lanes, empty.slots))
+        wrong += sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+        wrong += int(found[0][1].max()) < min(1, rows - 2)
+    return float(wrong)

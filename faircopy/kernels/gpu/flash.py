@@ -5,6 +5,13 @@ their number: each takes an equal stretch of (key head, tile, block), so that al
 time, and only a tile that two blocks share leaves its spans' states in memory. What lies in a page behind a sequence's
 last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not depend on the
 kernel before: the first are on their way while that kernel still runs.
+
+Trees (TREE): the rows of a tile lie on several paths, the lanes (`lanes.py`). Blocks before the nodes are as a chain's.
+In the block where nodes begin, and in the one behind it where a path reaches that far, the last TAIL columns or fewer,
+from a multiple of GRAIN on, are each lane's own: they are gathered into shared memory in the order of the path,
+multiplied lane by lane, and each row keeps its lane's numbers. A block is one step of the running softmax as in a
+chain, and a row's keys lie in the same GRAIN of it at the same place; what a row sees besides is multiplied by zero,
+which changes no bit of its sums.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,11 +36,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from faircopy.kernels.gpu.launch import hopper, launched, options, power, processors
 from faircopy.kernels.gpu.pages import (
     END,
+    GRAIN,
     GRAPH_ROWS,
     HOPPER_DIMS,
     HOPPER_PAGES,
     HOPPER_TOKENS,
     SPAN,
+    TAIL,
     PagePlan,
     block_length,
 )
@@ -44,9 +54,13 @@ SLOTS = 4  # blocks of keys or values in shared memory
 CHUNK = 16  # queries whose spans are merged at a time
 TOGETHER = 4  # spans that are read at once to be merged
 TILES = 128  # whose rows a block looks at together when it finds its share
+LANES = 4  # of a tree, whose keys and values are in shared memory at once
 WHOLE = 5  # key blocks of a tile up to which one block takes all of them: merging its spans would take longer
 _WHOLE = gl.constexpr(WHOLE)
 _END = gl.constexpr(END)
+_LANES = gl.constexpr(LANES)
+_TAIL = gl.constexpr(TAIL)
+_GRAIN = gl.constexpr(GRAIN)
 _NONE = gl.constexpr(float("-inf"))
 
 
@@ -191,11 +205,11 @@ def _copy_block(
 
 @gluon.jit
 def _copy(
-    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks, tiles, even,
+    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width, blocks, tiles, even,
     head, tile, offset, at, end,
     D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, TREE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A copying warp: block after block of a stretch, as slots become free."""
     count = 0
@@ -203,6 +217,8 @@ def _copy(
         seq, first, stop, last, lowest = _tile(
             tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, 1
         )
+        if TREE:
+            lowest = gl.load(about + 2 * tile) - 1  # the last token, whichever rows of its tree are in this tile
         table = tables + seq.to(gl.int64) * width
         block = _begin(offset, first, stop, BLOCKS)
         at += block - first - offset
@@ -210,7 +226,7 @@ def _copy(
             upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
             for b in range(block, upto):
                 if PDL:  # noqa: SIM102
-                    if (not EVEN) | (b >= lowest // BN):  # from here on the kernel before has written
+                    if (not (EVEN or TREE)) | (b >= lowest // BN):  # from here on the kernel before has written
                         gdc_wait()
                 _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
                 _copy_block(values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE)
@@ -283,6 +299,140 @@ def _extend(
 
 
 @gluon.jit
+def _lane_slots(slots, tile, lane, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
+    """KV slots of the last keys of a lane, as _copy_lane reads them; -1: none."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    column = gl.arange(0, _TAIL, gl.SliceLayout(1, layout))
+    return gl.load(slots + (tile * Q + lane) * _TAIL + column, mask=(lane < Q) & (column >= 0), other=-1)
+
+
+@gluon.jit
+def _copy_lane(pool, buffer, slot, head, KV: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Begin to bring the last keys or values of a lane into shared memory; zeros behind them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    line = (slot.to(gl.int64) * KV + head) * D
+    async_copy.async_copy_global_to_shared(buffer, pool + line[:, None] + dims[None, :], mask=(slot >= 0)[:, None])
+
+
+@gluon.jit
+def _gather(
+    pool, buffers, slots, tile, head, first, lanes,
+    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring the last keys or values of up to LANES lanes, from `first` on, into shared memory."""
+    gl.thread_barrier()  # what was there has been multiplied
+    for n in gl.static_range(_LANES):
+        slot = _lane_slots(slots, tile, first + n, D, Q, WARPS)
+        if first + n < lanes:
+            _copy_lane(pool, buffers.index(n), slot, head, KV, D, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _gathered():
+    """Wait until what all warps have begun to bring is there for the tensor cores."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _lane_scores(
+    query, tree, tile, head, lane, lanes, first_there, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The products of queries with the last keys of their lanes. first_there: the first lanes are on their way."""
+    keys, _, slots, _, _, buffers, _ = tree
+    scores = gl.zeros([BM, _TAIL], gl.float32, LAYOUT)
+    for first in range(0, lanes, _LANES):
+        if (first > 0) | (not first_there):
+            _gather(keys, buffers, slots, tile, head, first, lanes, KV, D, Q, WARPS)
+        _gathered()
+        for n in range(first, gl.minimum(first + _LANES, lanes)):
+            own = gl.zeros([BM, _TAIL], gl.float32, LAYOUT)
+            own = warpgroup_mma(query, buffers.index(n - first).permute((1, 0)), own, use_acc=False)
+            scores = gl.where((lane == n)[:, None], own, scores)
+    return scores
+
+
+@gluon.jit
+def _lane_values(
+    acc, p, tree, tile, head, lane, lanes, first_there, OUT: gl.constexpr,
+    KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Add the last values of each row's lane, weighted by p. first_there: the first lanes have arrived."""
+    _, values, slots, _, _, _, buffers = tree
+    for first in range(0, lanes, _LANES):
+        if (first > 0) | (not first_there):
+            _gather(values, buffers, slots, tile, head, first, lanes, KV, D, Q, WARPS)
+            _gathered()
+        for n in range(first, gl.minimum(first + _LANES, lanes)):
+            own = gl.where((lane == n)[:, None], p, gl.zeros_like(p))
+            own = gl.convert_layout(own, gl.DotOperandLayout(0, OUT, 2))
+            acc = warpgroup_mma(own, buffers.index(n - first), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc
+
+
+@gluon.jit
+def _extend_tree(
+    m, total, acc, query, tiles, ones, full, empty, count, block, position, tree, tile, head, first_there,
+    scale, cap, window, PART: gl.constexpr, HEADS: gl.constexpr, KV: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, Q: gl.constexpr, SLOTS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """One more block of a span's keys, as _extend, but its columns from the last multiple of GRAIN before `base` on are
+    those of each row's lane. first_there: the first lanes' keys and values are on their way."""
+    kind: gl.constexpr = query.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    LAST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _TAIL, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 16, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PLACE: gl.constexpr = gl.SliceLayout(1, LAST)
+    token = (PART * BM + gl.arange(0, BM, PLACE)) // (HEADS // KV)
+    lane = gl.load(tree[3] + tile * Q + token, mask=token < Q, other=-1)
+    base, lanes = gl.load(tree[4] + 2 * tile), gl.load(tree[4] + 2 * tile + 1)
+    own = _lane_scores(query, tree, tile, head, lane, lanes, first_there, LAST, BM, KV, D, Q, WARPS)
+    key, value = count % SLOTS, (count + 1) % SLOTS
+    mbarrier.wait(full.index(key), (count // SLOTS) & 1)
+    scores = gl.zeros([BM, BN], gl.float32, SCORES)
+    scores = warpgroup_mma(query, tiles.index(key).permute((1, 0)), scores, use_acc=False)
+    mbarrier.arrive(empty.index(key), count=1)
+    if CAPPED:
+        scores, own, scale = _capped(scores * scale, cap), _capped(own * scale, cap), 1.0
+    begin = base // _GRAIN * _GRAIN
+    at = block * BN + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
+    own_at = begin + gl.arange(0, _TAIL, gl.SliceLayout(0, LAST))
+    own_position = gl.convert_layout(position, PLACE)
+    seen = at[None, :] <= gl.minimum(position, begin - 1)[:, None]
+    own_seen = (own_at // BN == block)[None, :] & (own_at[None, :] <= own_position[:, None])
+    if WINDOWED:
+        seen &= at[None, :] > position[:, None] - window
+        own_seen &= own_at[None, :] > own_position[:, None] - window
+    scores = gl.where(seen, scores, _NONE)
+    own = gl.where(own_seen, own, _NONE)
+    top = gl.maximum(m, gl.maximum(gl.max(scores, 1), gl.convert_layout(gl.max(own, 1), ROW)) * scale)
+    safe = gl.where(top == _NONE, 0.0, top)
+    old = gl.exp2(m - safe)
+    p = gl.exp2(gl.fma(scores, scale, -safe[:, None])).to(kind)
+    own_p = gl.exp2(gl.fma(own, scale, -gl.convert_layout(safe, PLACE)[:, None])).to(kind)
+    p_out = gl.convert_layout(p, gl.DotOperandLayout(0, OUT, 2))
+    p_sum = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+    own_sum = gl.convert_layout(own_p, gl.DotOperandLayout(0, SUMS, 2))
+    acc = acc * gl.convert_layout(old, gl.SliceLayout(1, OUT))[:, None]
+    mbarrier.wait(full.index(value), ((count + 1) // SLOTS) & 1)
+    added = warpgroup_mma(p_sum, ones, gl.zeros([BM, 16], gl.float32, SUMS), use_acc=False, is_async=True)
+    added = warpgroup_mma(own_sum, ones.slice(0, _TAIL), added, is_async=True)
+    acc = warpgroup_mma(p_out, tiles.index(value), acc, is_async=True)
+    added, acc = warpgroup_mma_wait(0, deps=(added, acc))
+    mbarrier.arrive(empty.index(value), count=1)
+    total = gl.fma(total, old, gl.convert_layout(gl.max(added, 1), ROW))
+    return top, total, _lane_values(acc, own_p, tree, tile, head, lane, lanes, first_there, OUT, KV, D, Q, WARPS)
+
+
+@gluon.jit
 def _finish(m, total, acc, out, sinks, row, line, heads, D: gl.constexpr, SINKS: gl.constexpr, COLUMN: gl.constexpr):
     """As in attention.py: divide by the sum, and store. `line` has the output's layout, `row` and `heads` the sums'."""
     if SINKS:
@@ -343,19 +493,33 @@ def _finish_spans(
 
 @gluon.jit
 def _query(
-    q, query, tile, head, rows, PART: gl.constexpr,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    q, query, tile, head, rows, tree, ahead, PART: gl.constexpr,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    TREE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries of a tile's part into shared memory, once the kernel before has written them."""
+    """Bring the queries of a tile's part into shared memory, once the kernel before has written them. Of trees also
+    begin to bring the first lanes' last keys and values, if the block where nodes begin is among those `ahead`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     _, _, line = _rows(tile, head, rows, PART, gl.SliceLayout(1, layout), HEADS, KV, Q, BM)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    if TREE:
+        keys, values, slots, _, about, lane_keys, lane_values = tree
+        base, lanes = gl.load(about + 2 * tile), gl.load(about + 2 * tile + 1)
+        found = (
+            _lane_slots(slots, tile, 0, D, Q, WARPS), _lane_slots(slots, tile, 1, D, Q, WARPS),
+            _lane_slots(slots, tile, 2, D, Q, WARPS), _lane_slots(slots, tile, 3, D, Q, WARPS),
+        )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     lines = gl.load(q + line[:, None] * D + dims[None, :], mask=(line >= 0)[:, None], other=0.0)
     gl.thread_barrier()  # the tile before has been multiplied
+    if TREE:
+        for n in gl.static_range(_LANES):
+            if (n < lanes) & (base // BN < ahead):
+                _copy_lane(keys, lane_keys.index(n), found[n], head, KV, D, WARPS)
+                _copy_lane(values, lane_values.index(n), found[n], head, KV, D, WARPS)
+        async_copy.commit_group()
     query.store(lines)
     fence_async_shared()
     gl.thread_barrier()
@@ -363,16 +527,17 @@ def _query(
 
 @gluon.jit
 def _multiply(
-    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks,
+    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks, tree,
     scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
-    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
-    TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, TREE: gl.constexpr,
+    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
 
-    BLOCKS: of a unit; SPAN: of a span.
+    BLOCKS: of a unit; SPAN: of a span. tree: pools of keys and values, tables of lanes, and shared memory for what
+    they hold.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -389,12 +554,18 @@ def _multiply(
             row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
             position = gl.load(positions + row, mask=row >= 0, other=-1).to(gl.int32)
             left = 0  # spans whose states this stretch has left in memory
-            _query(q, query, tile, head, rows, PART, HEADS, KV, D, Q, BM, WARPS, PDL)
+            begin = block
+            # no block from here on is taken in this stretch: a unit that begins in it may end behind it
+            ahead = block + end - at + SPAN if PARTS else _END
+            _query(q, query, tile, head, rows, tree, ahead, PART, HEADS, KV, D, Q, BM, BN, TREE, WARPS, PDL)
             while (at < end) & (block < stop):
                 upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
                 m, total, acc = _empty(BM, D, ROW, OUT)
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
-                for b in range(block, upto):
+                like_chain = upto
+                if TREE:
+                    like_chain = gl.minimum(upto, gl.load(tree[4] + 2 * tile) // BN)
+                for b in range(block, like_chain):
                     if b % SPAN == 0:
                         m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
                         m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
@@ -403,6 +574,18 @@ def _multiply(
                         lowest, scale, cap, window, BM, BN, D, SLOTS, CAPPED, WINDOWED, WARPS,
                     )  # fmt: skip
                     count += 2
+                if TREE:
+                    nodes_at = gl.load(tree[4] + 2 * tile) // BN
+                    for b in range(gl.maximum(block, gl.minimum(upto, nodes_at)), upto):
+                        if b % SPAN == 0:
+                            m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
+                            m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
+                        m_span, total_span, acc_span = _extend_tree(
+                            m_span, total_span, acc_span, query, slots, ones, full, empty, count, b, position, tree,
+                            tile, head, b == gl.maximum(begin, nodes_at), scale, cap, window, PART, HEADS, KV, BM, BN,
+                            D, Q, SLOTS, CAPPED, WINDOWED, WARPS,
+                        )  # fmt: skip
+                        count += 2
                 # found again: what is kept over the loop above takes registers away from it
                 row, heads, row_line = _rows(tile, head, rows, PART, ROW, HEADS, KV, Q, BM)
                 line = gl.convert_layout(row_line, COLUMN)
@@ -438,15 +621,15 @@ def _multiply(
 @gluon.jit(do_not_specialize=["window", "width", "blocks", "spans", "tiles", "even"])
 def _flash(
     q, keys, values, out, parts, stats, counters, rows, ranges, seqs, tables, positions, sinks,
-    scale, cap, window, width, blocks, spans, tiles, even,
+    key_pool, value_pool, lane_slots, lanes, about, scale, cap, window, width, blocks, spans, tiles, even,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
-    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, CHUNK: gl.constexpr,
+    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, TREE: gl.constexpr, CHUNK: gl.constexpr,
     TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A block takes an equal stretch of all key blocks: a warp copies them, four multiply. TALL: four more multiply the
-    lower half of every tile."""
+    lower half of every tile. TREE: tiles are rows of trees, whose lanes lie in the tables from key_pool to about."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
@@ -460,26 +643,32 @@ def _flash(
     head, tile, offset, at, end = _share(
         rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
+    tree = ones  # of chains: not used
+    if TREE:
+        own: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TAIL, D], kind)
+        lane_keys = gl.allocate_shared_memory(kind, [_LANES, _TAIL, D], own)
+        lane_values = gl.allocate_shared_memory(kind, [_LANES, _TAIL, D], own)
+        tree = (key_pool, value_pool, lane_slots, lanes, about, lane_keys, lane_values)
     if TALL:  # arguments are written out: constants in a tuple with a name become numbers at run time
         query_2 = gl.allocate_shared_memory(kind, [BM, D], tall)
         gl.warp_specialize(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
-                    TOGETHER, WARPS, PDL,
+                    positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
+                    CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_multiply, (
                     q, out, parts, stats, counters, query_2, slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    1, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
-                    TOGETHER, WARPS, PDL,
+                    positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    1, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
+                    CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, PDL,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
+                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, TREE, PDL,
                 )),
             ],
             [4, 1],
@@ -490,14 +679,14 @@ def _flash(
             [
                 (_multiply, (
                     q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
-                    positions, sinks, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, CHUNK,
-                    TOGETHER, WARPS, PDL,
+                    positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
+                    CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
-                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, window, width, blocks,
-                    tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, PDL,
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
+                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, TREE, PDL,
                 )),
             ],
             [1],
@@ -506,10 +695,12 @@ def _flash(
 
 
 def fits(keys: Tensor, plan: PagePlan, group: int) -> bool:
-    """Whether this kernel takes the pass: chains of 16-bit numbers, heads and pages it can copy, few enough places."""
+    """Whether this kernel takes the pass: 16-bit numbers, heads and pages it can copy, few enough places; chains, and
+    trees whose lanes have been found."""
     chains = plan.tails is None and plan.bases is None
+    places = HOPPER_TOKENS if chains else 0 if plan.lanes is None else PLACES
     sizes = keys.element_size() == 2 and keys.shape[2] in HOPPER_DIMS and plan.page in HOPPER_PAGES
-    return hopper(keys.device) and chains and sizes and plan.rows.shape[1] * group <= HOPPER_TOKENS
+    return hopper(keys.device) and sizes and plan.rows.shape[1] * group <= places
 
 
 def attend(
@@ -524,14 +715,17 @@ def attend(
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)
+    found = plan.lanes
+    ranges, even = (plan.ranges, plan.even) if found is None else (found.ranges, found.even)
+    trees = (None,) * 5 if found is None else (keys, values, found.slots, found.lanes, found.about)
     _flash[(min(units, processors(out.device)),)](
-        q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, plan.ranges,
-        plan.seqs, plan.tables, positions, sinks, numbers[1], numbers[2], window, plan.tables.stride(0), plan.blocks,
-        spans, tiles, plan.even,
+        q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, ranges,
+        plan.seqs, plan.tables, positions, sinks, *trees, numbers[1], numbers[2], window, plan.tables.stride(0),
+        plan.blocks, spans, tiles, even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
         BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=plan.even > 0, PARTS=parted, TALL=places > PLACES, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
-        num_warps=4, **given, **options(out.device),
+        EVEN=even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None, CHUNK=CHUNK,
+        TOGETHER=TOGETHER, WARPS=4, num_warps=4, **given, **options(out.device),
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A tile is a few rows of one sequence. A tree's blocks of keys before its nodes are the same for all of them: one set of
 tiles attends to those and leaves its state. A second set of tiles, the tails, goes on from there, a lane per path: from
-`base` on, keys are found through the path.
+`base` on, keys are found through the path. Where Hopper's kernel takes trees, it needs no tails: a TreeLanes table says
+which rows of a tile share a path, and where the keys of that path lie.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
 END = 1 << 30
 GRAPH_ROWS = 1024  # passes of more rows are launched kernel by kernel
+TAIL = 32  # keys of a path that Hopper's kernel gathers, from the last multiple of GRAIN that is not behind the text on
+GRAIN = 16  # keys that tensor cores add at once: a row's sums follow from which keys lie in which GRAIN of a block
+DEEPEST = TAIL - GRAIN + 1  # nodes on a path that it takes at most
 SPAN = 512  # keys whose results are merged with those of other spans: part of the numbers' definition
 
 
@@ -38,6 +42,26 @@ class PageLane(NamedTuple):
     stop: int = END  # before END: its state is left for the tails of the same rows
     base: int = END
     path: Seq[int] = ()  # not empty: a tail
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLanes:
+    """Paths in the tiles of a plan for trees, see lanes.place_lanes. A lane: rows of a tile that lie on one path."""
+
+    ranges: Tensor  # [tiles, 2] all key blocks
+    about: Tensor  # [tiles, 2] position where nodes begin, and number of lanes
+    lanes: Tensor  # [tiles, Q] lane of each row; -1: no row
+    slots: Tensor  # [tiles, Q, TAIL] KV slots of each lane's keys, the first ones of the text; -1: none
+    depth: int  # nodes on a path at most
+    even: int = 0  # as in PagePlan
+
+    @classmethod
+    def empty(cls, tiles: int, height: int, depth: int, device: torch.device, even: int = 0) -> TreeLanes:
+        def table(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        ranges = torch.tensor([[0, END]] * tiles, dtype=torch.int32, device=device)
+        return cls(ranges, table(tiles, 2), table(tiles, height), table(tiles, height, TAIL), depth, even)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,7 @@ class PagePlan:
     even: int = 0  # all sequences have this many rows, one tile each, in order; 0: see the tables above
     tails: PagePlan | None = None  # tiles that go on where others have left their state
     beside: PagePlan | None = None  # tiles of other rows of the same pass, which have nothing to do with these
+    lanes: TreeLanes | None = None  # what Hopper's kernel reads instead of `ranges` and `tails`
 
 
 def plan_pages(
@@ -103,9 +128,13 @@ def tile_height(group: int, line_bytes: int = 0) -> int:
 
 def chain_height(group: int, dim: int, itemsize: int, page: int, device: torch.device) -> int:
     """Rows of a tile at most where there are no trees."""
-    if hopper(device) and itemsize == 2 and dim in HOPPER_DIMS and page in HOPPER_PAGES:
+    if _for_hopper(dim, itemsize, page, device):
         return tile_height(group) * HOPPER_TOKENS // TOKENS
     return tile_height(group, dim * itemsize)
+
+
+def _for_hopper(dim: int, itemsize: int, page: int, device: torch.device) -> bool:
+    return hopper(device) and itemsize == 2 and dim in HOPPER_DIMS and page in HOPPER_PAGES
 
 
 def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim: int, itemsize: int = 2) -> PagePlan:
@@ -117,10 +146,22 @@ def even_plan(size: int, rows: int, tables: Tensor, page: int, context: int, dim
     return PagePlan(height, ranges, seqs, tables, page, blocks, even=rows)
 
 
+def _tree_lanes(
+    tiles: int, height: int, tables: Tensor, page: int, dim: int, itemsize: int, depth: int, even: int = 0
+) -> TreeLanes | None:
+    """Room for the lanes of a plan's tiles, where Hopper's kernel takes its trees."""
+    if not _for_hopper(dim, itemsize, page, tables.device) or depth > DEEPEST:
+        return None
+    return TreeLanes.empty(tiles, height, depth, tables.device, even)
+
+
 def tree_plan(
-    paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
+    paths: Tensor, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2, depth: int = PATH
 ) -> PagePlan:
-    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured; see set_base."""
+    """Rows of every sequence with a path each [B, R, PATH]: a plan that can be captured; see set_base.
+
+    depth: nodes on a path at most. Small enough, the plan has lanes for Hopper's kernel; see lanes.place_lanes.
+    """
     (size, rows), device = paths.shape[:2], tables.device
     blocks, height = -(-context // block_length(dim, itemsize)), min(power(rows), tile_height(group, dim * itemsize))
     tiles = -(-rows // height)
@@ -135,13 +176,20 @@ def tree_plan(
         own.view(-1, 1), ranges(rows, END), seqs.repeat_interleave(rows), tables, page, blocks,
         torch.zeros(size * rows, dtype=torch.int32, device=device), paths.view(-1, PATH),
     )  # fmt: skip
-    return PagePlan(shared, ranges(tiles, 0), seqs.repeat_interleave(tiles), tables, page, blocks, tails=tails)
+    even = rows if tiles == 1 else 0
+    lanes = _tree_lanes(size * tiles, height, tables, page, dim, itemsize, depth, even)
+    seqs = seqs.repeat_interleave(tiles)
+    return PagePlan(shared, ranges(tiles, 0), seqs, tables, page, blocks, tails=tails, lanes=lanes)
 
 
 def packed_tree_plan(
-    size: int, width: int, rows: int, tables: Tensor, page: int, context: int, group: int, dim: int, itemsize: int = 2
-) -> PagePlan:
-    """`rows` packed rows of trees of up to `width` rows each: a plan that can be captured; see packing.pack_paths."""
+    size: int, width: int, rows: int, tables: Tensor, page: int, context: int, group: int, dim: int,
+    itemsize: int = 2, depth: int = PATH,
+) -> PagePlan:  # fmt: skip
+    """`rows` packed rows of trees of up to `width` rows each: a plan that can be captured; see packing.pack_paths.
+
+    depth: see tree_plan.
+    """
     blocks, height = -(-context // block_length(dim, itemsize)), min(power(width), tile_height(group, dim * itemsize))
     tiles = -(-width // height)
 
@@ -152,7 +200,9 @@ def packed_tree_plan(
         table(rows, 1), table(rows, 2), table(rows), tables, page, blocks, table(rows), table(rows, PATH)
     )  # fmt: skip
     seqs = torch.arange(size, dtype=torch.int32, device=tables.device).repeat_interleave(tiles)
-    return PagePlan(table(size * tiles, height), table(size * tiles, 2), seqs, tables, page, blocks, tails=tails)
+    lanes = _tree_lanes(size * tiles, height, tables, page, dim, itemsize, depth)
+    shared, ranges = table(size * tiles, height), table(size * tiles, 2)
+    return PagePlan(shared, ranges, seqs, tables, page, blocks, tails=tails, lanes=lanes)
 
 
 def set_base(plan: PagePlan, base: Tensor, step: int) -> None:

@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 from faircopy.kernels import tree_growth
-from faircopy.kernels.gpu import attention, gates, growth, heads, logprobs, norm, packing, pick, sampler, step, tree
+from faircopy.kernels.gpu import (
+    attention,
+    gates,
+    growth,
+    heads,
+    lanes,
+    logprobs,
+    norm,
+    packing,
+    pick,
+    sampler,
+    step,
+    tree,
+)
 from faircopy.kernels.gpu.growth import UnreadRows
 from faircopy.kernels.gpu.logprobs import LogprobReport
 from faircopy.kernels.gpu.packing import PackedRows
@@ -104,6 +117,7 @@ class Suite:
     lookup: Callable[[BatchSlots, StepInputs, int, int], None]
     pack: Callable[[BatchSlots, StepInputs, PackedRows, int], None]
     pack_paths: Callable[[PackedRows, TreeNodes, PagePlan, int], None]
+    place_lanes: Callable[[PagePlan, Tensor], None]
     accept: Accept
     place_nodes: Callable[[BatchSlots, StepInputs, TreeNodes], None]
     accept_tree: AcceptTree
@@ -129,6 +143,7 @@ KERNELS = Suite(
     step.lookup,
     packing.pack,
     packing.pack_paths,
+    lanes.place_lanes,
     step.accept,
     tree.place_nodes,
     tree.accept_tree,
@@ -159,6 +174,7 @@ TWINS = Suite(
     step.lookup_twin,
     packing.pack_twin,
     packing.pack_paths_twin,
+    lanes.place_lanes_twin,
     step.accept_twin,
     tree.place_nodes_twin,
     tree.accept_tree_twin,
