@@ -47,6 +47,8 @@ from faircopy.model.fused import Fused
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.types import MOST_JOINING, Sequence
 
+LANES_FROM = 4  # batch slots from which on Hopper's one launch for trees takes less time than the two of attention.py
+
 Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
 Plans = dict[tuple[int, int], PagePlan]  # by (window, group) of the layers
 
@@ -283,10 +285,9 @@ class GraphState:
         """
         paths = self.inputs.ids.new_zeros(self.size, rows, PATH) if paths is None else paths
         tables, reach = self._tables
+        most = depth if self.size >= LANES_FROM else PATH
         plans = {
-            (shape.window, shape.group): tree_plan(
-                paths, tables, self.page, reach, shape.group, *_widest(layout), depth
-            )
+            (shape.window, shape.group): tree_plan(paths, tables, self.page, reach, shape.group, *_widest(layout), most)
             for shape in layout.layers
         }
         block = max((block_length(shape.head_dim, layout.itemsize) for shape in layout.layers), default=1)

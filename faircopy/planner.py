@@ -34,12 +34,13 @@ ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials
 SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
 FORGIVEN = 32  # as far as no more plain steps are forgiven in all
-SURE = 8  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
+SURE = 6  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
+LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
 APART = 128  # steps between plain ones that are measured again, of whatever size of the batch
@@ -139,18 +140,26 @@ class Trial:
     """A few sequences get drafts, so that it is known what drafts bring; the others cost the drafter nothing."""
 
     seqs: frozenset[Sequence]
+    length: int  # steps with drafts that it takes
     choices: int = 0
     steps: int = 0  # that had drafts
 
     @property
     def over(self) -> bool:
-        return self.steps >= TRIAL or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
+        return self.steps >= self.length or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
 
 
-def tried_sequences(seqs: list[Sequence], k: int) -> frozenset[Sequence]:
-    """Those of whose text the drafter has to read least, newcomers first, and which go on for a few steps."""
+def new_trial(seqs: list[Sequence], k: int) -> Trial:
+    """A trial with those of whose text the drafter has to read least, and which go on for a few steps.
+
+    Of a large batch only with those that come in now, if there are any, and for more steps: a draft head has the states
+    of their prompts, and none of what was written while it was off.
+    """
     lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
-    return frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED])
+    newcomers = [seq for seq in lasting if not seq.output][:TRIED]
+    if newcomers and len(seqs) > TRIED:
+        return Trial(frozenset(newcomers), min(LONGEST_TRIAL, TRIAL * -(-TRIED // len(newcomers))))
+    return Trial(frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED] or seqs), TRIAL)
 
 
 def _paid_length(step: FinishedStep) -> int:
@@ -260,7 +269,7 @@ class AutoLength(DraftLengths):
             self._book(step, k, seconds)
         elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
-            self._saved -= self.costs.table.reading_beside(step.read, batch) * self.costs.level
+            self._saved -= self._beside_prompts(step, k)
         elif not step.captured:
             self._book_reading(step)
 
@@ -278,6 +287,17 @@ class AutoLength(DraftLengths):
                 seconds -= excess
             self._saved += gained * plain / batch - seconds
         self._elapsed += seconds
+
+    def _beside_prompts(self, step: FinishedStep, k: int) -> float:
+        """Seconds that a drafter costs beside prompts that a captured step reads: what it reads of them, and what its
+        nodes' rows cost more there than in other steps."""
+        if not step.prompt_rows or not k:
+            return 0.0
+        table, own = self.costs.table, step.rows - step.prompt_rows
+        plain = own // (k + 1)
+        beside = table.target(step.rows) - table.target(plain + step.prompt_rows)
+        nodes = max(0.0, beside - (table.target(own) - table.target(plain)))
+        return (nodes + table.reading_beside(step.read, len(step.batch))) * self.costs.level
 
     def _book_reading(self, step: FinishedStep) -> None:
         """A step that plain decoding makes too, to read prompts: what the drafter read meanwhile is its cost."""
@@ -452,11 +472,11 @@ class AutoLength(DraftLengths):
         """Begin a trial, if what it costs may be lost."""
         batch = len(seqs)
         k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
-        tried = tried_sequences(seqs, k) or frozenset(seqs)
-        cost = self._reading(tried) + TRIAL * self._dearer(batch, k)
+        trial = new_trial(seqs, k)
+        cost = self._reading(trial.seqs) + trial.length * self._dearer(batch, k)
         if cost < self._allowed(batch, START):
             self._wait = min(PROBE, 2 * self._wait)
-            self.k, self._trial, self._since_probe = k, Trial(tried), 0
+            self.k, self._trial, self._since_probe = k, trial, 0
             self._row = self._worth = 0.0
             self.reason = reason
 

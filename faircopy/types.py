@@ -406,7 +406,8 @@ class FinishedStep(NamedTuple):
     rows: int  # rows the target computed
     padding: int  # of these, rows that belong to no token or node
     captured: bool = False
-    read: int = 0  # rows of text that the host let the drafter read
+    read: int = 0  # rows of text that the drafter read, beyond what it reads of every step
+    prompt_rows: int = 0  # of a captured step's rows those that prompts are read in
 
 
 class Output(NamedTuple):

@@ -279,8 +279,8 @@ class CapturedRunner:
                 logprobs = step.logprobs_of(seq, slot, report)
                 decisions.append(Decision(report.path, report.tokens, logprobs, error=error))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens) + step.prompt_rows
-        padding = step.rows - useful
-        return FinishedStep(batch, draft, Verdict(decisions), step.rows, padding, captured=True, read=step.read)
+        verdict, room = Verdict(decisions), 0 if step.graph.prompts is None else step.graph.prompts.count
+        return FinishedStep(batch, draft, verdict, step.rows, step.rows - useful, True, step.read, room)
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""

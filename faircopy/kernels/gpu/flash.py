@@ -376,6 +376,12 @@ def _lane_values(
 
 
 @gluon.jit
+def _nodes_at(tree, tile, BN: gl.constexpr):
+    """The block from which on keys are those of lanes; of a tile without lanes none is."""
+    return gl.where(gl.load(tree[4] + 2 * tile + 1) > 0, gl.load(tree[4] + 2 * tile) // BN, _END)
+
+
+@gluon.jit
 def _extend_tree(
     m, total, acc, query, tiles, ones, full, empty, count, block, position, tree, tile, head, first_there,
     scale, cap, window, PART: gl.constexpr, HEADS: gl.constexpr, KV: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -564,7 +570,7 @@ def _multiply(
                 m_span, total_span, acc_span = _empty(BM, D, ROW, OUT)
                 like_chain = upto
                 if TREE:
-                    like_chain = gl.minimum(upto, gl.load(tree[4] + 2 * tile) // BN)
+                    like_chain = gl.minimum(upto, _nodes_at(tree, tile, BN))
                 for b in range(block, like_chain):
                     if b % SPAN == 0:
                         m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)
@@ -575,7 +581,7 @@ def _multiply(
                     )  # fmt: skip
                     count += 2
                 if TREE:
-                    nodes_at = gl.load(tree[4] + 2 * tile) // BN
+                    nodes_at = _nodes_at(tree, tile, BN)
                     for b in range(gl.maximum(block, gl.minimum(upto, nodes_at)), upto):
                         if b % SPAN == 0:
                             m, total, acc = _merge(m, total, acc, m_span, total_span, acc_span, COLUMN)

@@ -1,7 +1,8 @@
 """Which rows of a tile of trees share a path, and where that path's keys lie: what Hopper's attention reads of trees.
 
 Found once per step, for all layers. A row belongs to the lane of the last row of its tile whose path begins with its
-own: that is a leaf, as far as the tile reaches.
+own: that is a leaf, as far as the tile reaches. A tile whose rows lie on one path, node after node as they are stored,
+is a chain's: it has no lanes, and its keys are read as a text's are.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ def _place_lanes(
     path = paths + row.to(tl.int64) * LAST
     # whether the path of the row in front begins with that of the row behind
     begins = live[:, None] & live[None, :] & (depth[:, None] >= depth[None, :])
+    away = tl.zeros((QP,), tl.int32)  # nodes of a path that are not stored in its order
     for at in range(DEEP):
         node = tl.load(path + at, mask=live & (at < depth), other=-1)
         begins &= (node[:, None] == node[None, :]) | (at >= depth[None, :])
+        away += (live & (at < depth) & (node != at)).to(tl.int32)
     last = tl.max(tl.where(begins, place[:, None], -1), 0)
     leads = live & (last == place)
     number = tl.cumsum(leads.to(tl.int32), 0) - 1
     lane = tl.sum(tl.where(place[:, None] == last[None, :], number[:, None], 0), 0)
     tl.store(about + 2 * tile, base)
-    tl.store(about + 2 * tile + 1, tl.sum(leads.to(tl.int32), 0))
+    tl.store(about + 2 * tile + 1, tl.where(tl.sum(away, 0) > 0, tl.sum(leads.to(tl.int32), 0), 0))
     tl.store(lanes + tile * Q + place, tl.where(live, lane, -1), mask=place < Q)
     column = tl.arange(0, COLUMNS)[None, :]
     at = base // STEP * STEP + column
@@ -80,7 +83,8 @@ def place_lanes_twin(plan: PagePlan, positions: Tensor) -> None:
         paths = [tails.paths[row, : int(positions[row]) + 1 - base].tolist() for row in rows]
         last = [max(n for n, path in enumerate(paths) if path[: len(own)] == own) for own in paths]
         leaves = sorted(set(last))
-        found.about[tile, 0], found.about[tile, 1] = base, len(leaves)
+        chain = all(path == list(range(len(path))) for path in paths)
+        found.about[tile, 0], found.about[tile, 1] = base, 0 if chain else len(leaves)
         found.lanes[tile, : len(rows)] = torch.tensor([leaves.index(leaf) for leaf in last], dtype=torch.int32)
         for lane, leaf in enumerate(leaves):
             indices = [*range(base // GRAIN * GRAIN, base), *(base + node for node in paths[leaf])]

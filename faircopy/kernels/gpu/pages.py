@@ -49,7 +49,7 @@ class TreeLanes:
     """Paths in the tiles of a plan for trees, see lanes.place_lanes. A lane: rows of a tile that lie on one path."""
 
     ranges: Tensor  # [tiles, 2] all key blocks
-    about: Tensor  # [tiles, 2] position where nodes begin, and number of lanes
+    about: Tensor  # [tiles, 2] position where nodes begin, and number of lanes; 0: the rows are a chain
     lanes: Tensor  # [tiles, Q] lane of each row; -1: no row
     slots: Tensor  # [tiles, Q, TAIL] KV slots of each lane's keys, the first ones of the text; -1: none
     depth: int  # nodes on a path at most
