@@ -108,7 +108,8 @@ class Engine:
     def _try_out(self) -> None:
         """Write a short text that nothing is counted of or learned from: libraries load kernels when first used.
 
-        Its prompt takes an eager step. A drafter that is asked on the host may be a user's: it is not.
+        Its prompt takes an eager step, if there is room for a long one. A drafter that is asked on the host may be a
+        user's: it is not.
         """
         room = min(self.target.model.context, self.tables.pool.pages * self.tables.page)
         prompt = (0,) * min(TRIED_PROMPT, room - 2 if room > 2 else room - 1)
@@ -191,11 +192,11 @@ class Engine:
         try:
             return self._captured_step(plan) if plan.captured else self._end(self._begin(plan))
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
-            joined = [] if self._in_flight is None else self._in_flight.plan.seqs
             self._in_flight = None
             self._pace.stop()
             self._retreat(plan.seqs)
-            self.scheduler.retreat(joined)  # those in flight that were not in the step that failed
+            if plan.captured:  # others may have joined in the step behind, whether or not it was started
+                self.scheduler.retreat(self.scheduler.running)
             raise
         finally:
             self._forget_departed()

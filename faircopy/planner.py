@@ -269,7 +269,8 @@ class AutoLength(DraftLengths):
             self._book(step, k, seconds)
         elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
-            self._saved -= self._beside_prompts(step, k)
+            beside = self._beside_prompts(step, k)
+            self._saved, self._elapsed = self._saved - beside, self._elapsed + beside
         elif not step.captured:
             self._book_reading(step)
 

@@ -32,16 +32,17 @@ class FirstCome:
         places are enough.
         """
         self._batch, self._together, self._interrupts, self._few = batch, together, interrupts, few
-        self._held = 0  # choices since new ones were held back
+        self._held = 0  # choices in which the first of the waiting ones was held back
+        self._first: Sequence | None = None  # of those that wait
         self.grouped = 0
 
     def choose(self, running: list[Sequence], waiting: list[Sequence], cached: Cached) -> list[Sequence]:
-        free = max(0, self._batch - len(running))
+        free, first = max(0, self._batch - len(running)), waiting[0] if waiting else None
+        if first is not self._first:
+            self._first, self._held = first, 0
         if len(waiting) > free < self._needed(waiting[0]) and not any(reading(seq, cached) for seq in running):
             self._held += free > 0
             free = 0 if self._held <= MOST_HELD else free
-        if free:
-            self._held = 0
         return [*_oldest_first(running), *waiting[:free]]
 
     def _needed(self, first: Sequence) -> int:

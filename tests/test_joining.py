@@ -147,6 +147,19 @@ def test_a_known_prefix_is_not_read_again(folder: str, model: Fused) -> None:
     assert rows == [len(prompt) - 1, len(prompt) - 1 - 24] and engine.scheduler.reused == 24
 
 
+def test_a_prefix_that_only_the_target_knows_is_read_by_the_drafter(folder: str, model: Fused) -> None:
+    """It was read for a request without drafts, and all but the last token of the prompt is in full pages."""
+    engine = build(folder, model, "model", page=8, k=3)
+    prompt, params = tuple(range(20, 37)), SamplingParams(max_tokens=20, ignore_eos=True)
+    texts(engine, [engine.add(Request(prompt, params, 0, k=0))])
+    other = engine.add(Request((3, 4, 5), SamplingParams(max_tokens=30, ignore_eos=True), 1))
+    for _ in range(2):
+        engine.step()
+    late = engine.add(Request(prompt, params, 0))  # joins behind a step in flight
+    texts(engine, [other, late])
+    assert late.accepted > 0.8 * late.drafted > 0, "a model drafts for itself: nearly everything must be accepted"
+
+
 @pytest.mark.parametrize("where", ["start", "collect"])
 @pytest.mark.parametrize("method", ["none", "model", "eagle3"])
 def test_a_step_that_fails_costs_time_and_no_text(
@@ -170,6 +183,8 @@ def test_a_step_that_fails_costs_time_and_no_text(
             errors += 1
         engine.tables.check()
     assert errors == 2 and texts(engine, seqs) == plain
+    if method == "model":
+        assert engine.meter.accepted > 0.8 * engine.meter.drafted, "what a step that failed had not read is read again"
 
 
 def test_one_that_leaves_while_its_prompt_is_read(folder: str, model: Fused, plain: Any) -> None:

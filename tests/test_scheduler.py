@@ -83,6 +83,19 @@ def test_prompts_beside_running_texts_are_read_in_smaller_chunks() -> None:
     assert fed == [8, 16, 20]
 
 
+def test_those_that_interrupt_nothing_join_in_small_groups() -> None:
+    long = [Sequence(n, Request((1,) * 9), [1] * 9) for n in range(20)]
+    short = [Sequence(n, Request((1,)), [1]) for n in range(20)]
+    policy = FirstCome(8, 4, lambda seq: len(seq.tokens) > 5, few=2)
+
+    def decoding(seq: Sequence) -> int:
+        return len(seq.tokens) - 1
+
+    for waiting, free, joined in ((long, 2, 0), (short, 2, 2), (short, 1, 0), (long, 4, 4)):
+        running = long[: 8 - free]
+        assert len(policy.choose(running, waiting[8:], decoding)) == len(running) + joined
+
+
 def test_a_full_queue_joins_in_groups() -> None:
     """While more wait than there are places, new ones wait for some places; with fewer they join at once."""
     policy = FirstCome(8, together=2)
@@ -93,7 +106,8 @@ def test_a_full_queue_joins_in_groups() -> None:
 
     assert len(policy.choose([], seqs, decoding)) == 8
     assert [len(policy.choose(seqs[:7], seqs[8:], decoding)) for _ in range(MOST_HELD + 1)] == [7] * MOST_HELD + [8]
-    assert len(policy.choose(seqs[:7], seqs[8:], decoding)) == 7
-    assert len(policy.choose(seqs[:6], seqs[8:], decoding)) == 8
-    assert len(policy.choose(seqs[:7], seqs[8:9], decoding)) == 8
-    assert len(policy.choose(seqs[:7], seqs[8:], lambda seq: 0)) == 8  # prompts are being read anyway
+    assert len(policy.choose(seqs[:7], seqs[8:], decoding)) == 8, "asked again before it was let in"
+    assert len(policy.choose(seqs[:7], seqs[9:], decoding)) == 7, "the next one waits anew"
+    assert len(policy.choose(seqs[:6], seqs[9:], decoding)) == 8
+    assert len(policy.choose(seqs[:7], seqs[9:10], decoding)) == 8
+    assert len(policy.choose(seqs[:7], seqs[9:], lambda seq: 0)) == 8  # prompts are being read anyway

@@ -189,11 +189,13 @@ class CapturedRunner:
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
         """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's.
 
-        Sequences whose prompts are not cached join: the step reads those, too.
+        Sequences whose prompts are not cached join: the step reads those, too. Behind another step so do those of whose
+        prompts the target knows all, and the drafter not.
         """
         slots = self._assigned(plan.seqs, {} if after is None else after.batch_slots)
-        joining = {seq: slot for seq, slot in slots.items() if not self._steady(seq)}
         new = slots if after is None else {seq: slots[seq] for seq in slots if seq not in after.batch_slots}
+        unread = [] if after is None else [seq for seq in new if self.prompt_rows(seq, seq not in plan.batch.idle)]
+        joining = {seq: slots[seq] for seq in slots if not self._steady(seq) or seq in unread}
         graph, captured = self._graph_for(plan, max(slots.values()) + 1, [*joining])
         self._turn = 1 - self._turn
         begun = self._mark()

@@ -620,7 +620,8 @@ def adjusted_twin(scores: Tensor, rows: RowSampling, row: int) -> Tensor:
         scores = torch.where(times > 0, scores - (presence + frequency * times.float()), scores)
     if asked & Asks.BIAS:
         scores += rows.of.bias[slot, : len(scores)]
-    banned = [token for token in rows.bans[row].tolist() if token >= 0] if asked & Asks.BANS else []
+    known = range(len(scores))  # a draft model's vocabulary may be smaller
+    banned = [token for token in rows.bans[row].tolist() if token in known] if asked & Asks.BANS else []
     scores[banned] = -torch.inf
     return scores
 
