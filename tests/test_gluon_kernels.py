@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -227,6 +228,26 @@ def test_attention(hopper: Set, chunks: bool, dim: int, group: int, options: dic
         assert torch.equal(*results), "which processor takes a key block changes no bit"
         assert not arrived.any(), "counters are zero between passes"
         assert distance(results[0], attention.attend_pages_twin(**scene, scale=0.3, **given)) < 1e-3
+
+
+def test_attention_beside_prompts(hopper: Set) -> None:
+    """In a step in which sequences join, the pass itself stores keys before a slot's rows: none is read too early."""
+    scene = kernel_checks._paged_scene(CPU, HALF, 128, 4, (6, 6, 6), (300, 520, 140))
+    arrived, plan = attention.counters(CPU), scene["plan"]
+    assert plan.even > 0
+    hopper(0, 3)
+    alone = attention.attend_pages(**scene, arrived=arrived, scale=0.3)
+    none = torch.full((2, 32), -1, dtype=torch.int32)
+    empty = pages.PagePlan(none, torch.zeros_like(none[:, :2]), torch.zeros_like(none[:, 0]), *_pages_of(plan))
+    stale = [(scene[name], torch.full_like(scene[name], NAN)) for name in ("keys", "values")]
+    for seed in range(3):
+        hopper(seed, 3, [*stale, unwritten(scene["q"])])
+        beside = {**scene, "plan": replace(plan, beside=empty)}
+        assert torch.equal(attention.attend_pages(**beside, arrived=arrived, scale=0.3), alone)
+
+
+def _pages_of(plan: pages.PagePlan) -> tuple[Tensor, int, int]:
+    return plan.tables, plan.page, plan.blocks
 
 
 def test_attention_without_room_for_spans(hopper: Set, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def _copy(
     head, tile, offset, at, end,
     D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr, BLOCKS: gl.constexpr,
     PAGE: gl.constexpr, SLOTS: gl.constexpr, LINE: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr,
-    PARTS: gl.constexpr, TREE: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, TREE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A copying warp: block after block of a stretch, as slots become free."""
     count = 0
@@ -226,7 +226,7 @@ def _copy(
             upto = _unit(block, first, stop, at, end, BLOCKS, PARTS)
             for b in range(block, upto):
                 if PDL:  # noqa: SIM102
-                    if (not (EVEN or TREE)) | (b >= lowest // BN):  # from here on the kernel before has written
+                    if (not EARLY) | (b >= lowest // BN):  # from here on the kernel before has written
                         gdc_wait()
                 _copy_block(keys, pages, table, b, last, head, count, full, empty, D, BN, PAGE, SLOTS, LINE)
                 _copy_block(values, pages, table, b, last, head, count + 1, full, empty, D, BN, PAGE, SLOTS, LINE)
@@ -631,11 +631,13 @@ def _flash(
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr, LINE: gl.constexpr,
     TILES: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
-    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, TREE: gl.constexpr, CHUNK: gl.constexpr,
-    TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr, TREE: gl.constexpr, EARLY: gl.constexpr,
+    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A block takes an equal stretch of all key blocks: a warp copies them, four multiply. TALL: four more multiply the
-    lower half of every tile. TREE: tiles are rows of trees, whose lanes lie in the tables from key_pool to about."""
+    lower half of every tile. TREE: tiles are rows of trees, whose lanes lie in the tables from key_pool to about.
+    EARLY: all keys before a tile's rows are of earlier passes, and need not wait for the kernel before; not so in a
+    step that reads the prompts of sequences which join."""
     kind: gl.constexpr = keys.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], kind)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], kind)
@@ -674,7 +676,7 @@ def _flash(
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
                     blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, TREE, PDL,
+                    WINDOWED, PARTS, TREE, EARLY, PDL,
                 )),
             ],
             [4, 1],
@@ -692,7 +694,7 @@ def _flash(
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
                     blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
-                    WINDOWED, PARTS, TREE, PDL,
+                    WINDOWED, PARTS, TREE, EARLY, PDL,
                 )),
             ],
             [1],
@@ -730,8 +732,9 @@ def attend(
         plan.blocks, spans, tiles, even,
         HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
         BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None, CHUNK=CHUNK,
-        TOGETHER=TOGETHER, WARPS=4, num_warps=4, **given, **options(out.device),
+        EVEN=even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None,
+        EARLY=(even > 0 or found is not None) and plan.beside is None, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
+        num_warps=4, **given, **options(out.device),
     )  # fmt: skip
 
 
