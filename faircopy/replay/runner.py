@@ -53,8 +53,8 @@ FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not
 # Steps in which sequences join: rows of prompts, at least, beside those of the batch slots, and nodes per slot at most.
 JOINING = {40: 5, 160: 2}
 JOINING_BUCKETS = (8, 16, 32, 64, 128, 256)  # their batch slots: fewer sizes, since each is a graph more
-# Tokens of a sequence that joins at most: of a longer one rows attend to whole blocks of keys that the same pass stores,
-# for which kernels wait (flash.EARLY); that has run in the interpreter alone, not on a GPU.
+# Tokens of a sequence that joins at most: rows of a longer one attend to whole blocks of keys that the same pass
+# stores, for which kernels wait (EARLY in flash.py); that has run in the interpreter alone, not on a GPU.
 JOINING_TOKENS = 128
 MANY_SLOTS, FEW_NODES = 24, 3  # from so many batch slots on they have no more nodes: rows would need larger tiles
 
