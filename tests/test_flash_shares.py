@@ -171,7 +171,7 @@ class Scene:
         functions["_copy"](
             "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, None,
             self.window, 1, self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit,
-            16, 4, 64, self.even, windowed, self.parts, False, False,
+            16, 4, 64, self.even, windowed, self.parts, False, self.even, False,
         )  # fmt: skip
         for part in range(2 if height * self.group > flash.PLACES else 1):
             launch.read.clear()
