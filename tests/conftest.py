@@ -8,9 +8,12 @@ os.environ["FAIRCOPY_CACHE"] = ""  # tests measure for themselves, whatever this
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not find out by waiting
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two processes on two cores: threads that spin stop the others
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -29,6 +32,26 @@ def pytest_configure(config: pytest.Config) -> None:
     calm = settings(settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("any machine", calm)
     settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def products_of_the_interpreter() -> Iterator[None]:
+    """Triton's interpreter multiplies by way of 64 bits, as `gluon_interpreter.py` does.
+
+    numpy's library sums in an order that depends on the shape of the whole product and on the processor, so that on
+    some machines (without AVX-512) a row would have other bits beside other rows. On a GPU it does not.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("triton") is not None:
+            from triton.runtime import interpreter
+
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        yield
+
+
+def _dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    product = a.data.astype(np.float64) @ b.data.astype(np.float64)
+    return type(total)(product.astype(total.data.dtype) + total.data, total.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)
