@@ -51,10 +51,13 @@ TABLES = dict.fromkeys(("counters", "rows", "ranges", "seqs", "tables", "positio
 FLASH = {
     "HEADS": 32, "KV": 8, "D": 128, "Q": 32, "QP": 32, "BM": 64, "BN": 128, "SPAN": 4, "BLOCKS": 4, "PAGE": 32,
     "LINE": 64, "TILES": 128, "SLOTS": 4, "EVEN": False, "CAPPED": False, "WINDOWED": False, "SINKS": False,
-    "PARTS": True, "TALL": True, "TREE": False, "EARLY": False, "CHUNK": 16, "TOGETHER": 4, "WARPS": 4, "PDL": True,
+    "PARTS": True, "TALL": True, "TREE": False, "EARLY": False, "CHUNK": flash.MERGED_TALL[0],
+    "TOGETHER": flash.MERGED_TALL[1], "WARPS": 4, "PDL": True,
     "sinks": None, "key_pool": None, "value_pool": None, "lane_slots": None, "lanes": None, "about": None,
 }  # fmt: skip
-FEW_ROWS = FLASH | {"Q": 8, "QP": 8, "TALL": False, "EVEN": True, "EARLY": True}
+FEW_ROWS = FLASH | {
+    "Q": 8, "QP": 8, "TALL": False, "EVEN": True, "EARLY": True, "CHUNK": flash.MERGED[0], "TOGETHER": flash.MERGED[1],
+}  # fmt: skip
 TREE_TABLES = {"key_pool": "*bf16", "value_pool": "*bf16"} | dict.fromkeys(("lane_slots", "lanes", "about"), "*i32")
 TREE = {name: value for name, value in FEW_ROWS.items() if name not in TREE_TABLES} | {"TREE": True}
 PACKED = {

@@ -22,6 +22,7 @@ from faircopy.kernels.gpu.pages import END
 INT = torch.int32
 BN, SPAN = 128, 4  # keys of a block, and blocks of a span
 TILES = 4  # that a block looks at together
+TOGETHER = 2  # spans that are merged at a time, more of which are merged by all blocks that share them
 WHOLE = 6  # key blocks of a tile that one block takes
 Tile = tuple[int, int, int]  # tile, key head, part
 
@@ -56,6 +57,13 @@ def nothing(*args: Any) -> None:
     return None
 
 
+class Scalar(Tensor):
+    """A kernel's number: adding to it makes another one."""
+
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        return self + other
+
+
 @dataclass
 class Launch:
     """One launch, program after program; `merged` holds the blocks of each tile's part, span by span."""
@@ -67,6 +75,9 @@ class Launch:
     tile: Tile = (0, 0, 0)
     states: dict[tuple[Tile, int], tuple[int, ...]] = field(default_factory=dict)
     merged: dict[Tile, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    chunks: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # of tile, key head and chunk of places
+    told: list[int] = field(default_factory=list)  # barriers that tell merging warps of spans
+    awaited: list[int] = field(default_factory=list)  # those that they have waited for
 
     def functions(self) -> dict[str, Any]:
         """The kernel's own loops, over tensors, with other functions for what they do."""
@@ -85,7 +96,7 @@ class Launch:
             "gl": language, "_END": END, "_WHOLE": WHOLE, "_copy_block": self.copy_block, "_extend": self.extend,
             "_put": self.put, "_empty": lambda *args: ((), (), ()), "_query": self.begin_tile, "_finish": self.finish,
             "_merge": lambda m, total, acc, m_new, total_new, new, layout: (m, total, (*acc, new) if new else acc),
-            "_finish_spans": self.finish_spans,
+            "_merge_spans": self.merge_spans, "_PATIENCE": 2, "_LEAVES": flash.LEAVES, "mbarrier": self,
         }  # fmt: skip
         for name in (
             "_tile",
@@ -96,6 +107,9 @@ class Launch:
             "_begin",
             "_unit",
             "_rows",
+            "_block_of",
+            "_merge_together",
+            "_merge_shared",
             "_copy",
             "_multiply",
         ):
@@ -123,11 +137,26 @@ class Launch:
         assert self.tile not in self.merged, "a tile is finished once"
         self.merged[self.tile] = acc
 
-    def finish_spans(self, parts: Any, stats: Any, out: Any, sinks: Any, tile: Any, head: Any, *args: Any) -> None:
-        low, high, part = args[2:5]
-        where = int(tile), int(head), part
-        assert where == self.tile
-        self.finish(0, 0, tuple(self.states[where, span] for span in range(int(low), int(high))))
+    def index(self, place: Tensor) -> int:
+        """Of barriers."""
+        return int(place)
+
+    def arrive(self, barrier: int, count: int) -> None:
+        assert barrier not in self.told, "a barrier is for one tile"
+        self.told.append(barrier)
+
+    def wait(self, barrier: int, phase: int) -> None:
+        assert barrier in self.told, "warps wait for spans that are not left"
+        self.awaited.append(barrier)
+
+    def merge_spans(self, parts: Any, stats: Any, out: Any, sinks: Any, tile: Any, head: Any, *args: Any) -> None:
+        low, high, begin, end, step = map(int, args[2:7])
+        each = flash.PLACES // args[11]
+        for chunk in range(begin, end, step):
+            where = int(tile), int(head), chunk // each
+            found = tuple(self.states[where, span] for span in range(low, high))
+            assert self.chunks.setdefault((*where[:2], chunk), found) == found
+            self.merged[where] = found
 
 
 @dataclass(frozen=True)
@@ -143,8 +172,16 @@ class Scene:
     parts: bool
     kind: torch.dtype
     programs: tuple[int, ...]  # in the order in which they run
+    blocks: int = 16
 
-    blocks = 16
+    @property
+    def tall(self) -> bool:
+        return self.height * self.group > flash.PLACES
+
+    @property
+    def merged(self) -> tuple[int, int]:
+        """Places and spans that are merged at a time."""
+        return flash.MERGED_TALL if self.tall else (flash.MERGED[0], TOGETHER)
 
     @property
     def height(self) -> int:
@@ -153,11 +190,14 @@ class Scene:
     def shared(self) -> Launch:
         """All programs, one after the other; each copies what it reads."""
         launch, tiles = Launch(len(self.programs)), len(self.positions)
-        functions, counters = launch.functions(), torch.zeros(2 * tiles * self.heads, dtype=INT)
+        functions, counters = launch.functions(), torch.zeros(4 * tiles * self.heads, dtype=INT)
         given = self._tensors()
         for launch.program in self.programs:
             self._run(launch, functions, given, Pointer(counters))
         assert not counters.any(), "counters are zero between passes"
+        most = -(-self.height * self.group // self.merged[0])
+        shared = {where[:2] for where, _ in launch.states}
+        assert set(launch.chunks) == {(*where, chunk) for where in shared for chunk in range(most)}
         return launch
 
     def _run(self, launch: Launch, functions: dict[str, Any], given: tuple[Pointer, ...], counters: Pointer) -> None:
@@ -167,23 +207,33 @@ class Scene:
         numbers = self.window, self.blocks, tiles, even
         sizes = height, power(height), TILES, BN, self.even, windowed, 4
         share = functions["_share"](rows, ranges, positions, *numbers, self.heads, *sizes)
+        share = tuple(torch.as_tensor(x).as_subclass(Scalar) for x in share)
         launch.copied.clear()
         functions["_copy"](
             "keys", "values", None, None, None, rows, ranges, seqs, Pointer(torch.zeros(1)), positions, None,
-            self.window, 1, self.blocks, tiles, even, *(x.clone() for x in share), 64, height, power(height), BN, unit,
+            self.window, 1, self.blocks, tiles, even, *share[:5], 64, height, power(height), BN, unit,
             16, 4, 64, self.even, windowed, self.parts, False, self.even, False,
         )  # fmt: skip
-        for part in range(2 if height * self.group > flash.PLACES else 1):
+        launch.told.clear()
+        launch.awaited.clear()
+        for part in range(1 + self.tall):
             launch.read.clear()
             functions["_multiply"](
-                None, None, None, None, counters, None, None, None, None, None, rows, ranges, seqs, positions,
+                None, None, None, None, counters, None, None, None, None, None, launch, rows, ranges, seqs, positions,
                 None, None, 1.0, 0.0, self.window, self.blocks, self.blocks // SPAN, tiles, even,
-                *(x.clone() for x in share), part,
+                *share[:5], part,
                 self.heads * self.group, self.heads, 64, height, power(height), flash.PLACES, BN, SPAN, unit, 4,
-                self.even, False, windowed, False, self.parts, False, flash.CHUNK, flash.TOGETHER, 4, False,
+                self.even, False, windowed, False, self.parts, self.tall, False, *self.merged, 4, False,
             )  # fmt: skip
             assert launch.copied == [(*where, ring + n) for *where, ring in launch.read for n in (0, 1)]
             assert [ring for *_, ring in launch.copied] == list(range(len(launch.copied)))
+        if self.parts and not self.tall:
+            functions["_merge_shared"](
+                None, None, None, counters, launch, rows, ranges, seqs, positions, None, self.window, self.blocks,
+                self.blocks // SPAN, tiles, even, *share, self.heads * self.group, self.heads, 64, height,
+                power(height), BN, SPAN, unit, self.even, windowed, False, *self.merged, 4, False,
+            )  # fmt: skip
+            assert launch.awaited == launch.told
 
     def _tensors(self) -> tuple[Pointer, ...]:
         """Rows, ranges and sequences of tiles, and positions of rows."""
@@ -205,7 +255,7 @@ class Scene:
             seen = range(first, min(end, self.blocks, max(own, default=-1) // BN + 1))
             spans = sorted({block // SPAN for block in seen})
             cut = tuple(tuple(block for block in seen if block // SPAN == span) for span in spans)
-            parts = range(2 if self.height * self.group > flash.PLACES else 1)
+            parts = range(1 + self.tall)
             found |= {(n, head, part): cut for head in range(self.heads) for part in parts if cut}
         return found
 
@@ -214,15 +264,16 @@ class Scene:
 def scenes(draw: st.DrawFn) -> Scene:
     even, tiles = draw(st.booleans()), draw(st.integers(1, 2 * TILES + 1))
     height = draw(st.sampled_from([1, 3, 8]))
-    longest = BN * Scene.blocks - height
+    blocks = Scene.__dataclass_fields__["blocks"].default
+    longest = BN * blocks - height
 
     def positions() -> tuple[int, ...]:
         rows = height if even else draw(st.integers(0, height))
-        first = draw(st.one_of(st.integers(0, longest), st.integers(0, Scene.blocks - 1).map(lambda n: n * BN)))
+        first = draw(st.one_of(st.integers(0, longest), st.integers(0, blocks - 1).map(lambda n: n * BN)))
         return (-1,) * rows if draw(st.integers(0, 7)) == 0 else tuple(range(first, first + rows))
 
     places = tuple(positions() for _ in range(tiles))
-    ends = st.one_of(st.just(END), st.integers(0, Scene.blocks))
+    ends = st.one_of(st.just(END), st.integers(0, blocks))
     ranges = tuple((draw(st.sampled_from([0, 0, 0, 3, 9])), draw(ends)) for _ in range(tiles))
     return Scene(
         places if any(places) else ((0,), *places[1:]), ranges, draw(st.sampled_from([0, 0, 1, 300, 900])),
@@ -236,4 +287,15 @@ def scenes(draw: st.DrawFn) -> Scene:
 @settings(max_examples=40, deadline=None)
 def test_every_key_block_has_one_owner(scene: Scene) -> None:
     """Each tile is finished once, of all its spans in order, by warps that read what was copied for them."""
+    assert scene.shared().merged == scene.wanted()
+
+
+@pytest.mark.parametrize(("batch", "rows", "context"), [(1, 1, 8192), (1, 6, 8192), (8, 6, 1024), (8, 6, 8192)])
+def test_long_texts_on_all_processors(batch: int, rows: int, context: int) -> None:
+    """As many blocks as a Hopper has, eight key heads of four heads."""
+    own = tuple(range(context - 1, context - 1 + rows))
+    order = torch.randperm(132, generator=torch.Generator().manual_seed(batch)).tolist()
+    scene = Scene(
+        (own,) * batch, ((0, END),) * batch, 0, True, 8, 4, True, torch.int32, tuple(order), context // BN + 1
+    )
     assert scene.shared().merged == scene.wanted()

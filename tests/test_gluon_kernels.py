@@ -230,6 +230,24 @@ def test_attention(hopper: Set, chunks: bool, dim: int, group: int, options: dic
         assert distance(results[0], attention.attend_pages_twin(**scene, scale=0.3, **given)) < 1e-3
 
 
+@pytest.mark.parametrize("patience", [0, 3, flash.PATIENCE])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_blocks_that_share_a_text_merge_its_spans(
+    hopper: Set, rows: int, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they wait for each other or the last one to leave merges all rows: the same bits."""
+    scene = kernel_checks._paged_scene(CPU, HALF, 64, 4, (rows,) * 2, (2600, 900))
+    arrived, results = attention.counters(CPU), []
+    monkeypatch.setattr(flash, "_PATIENCE", gl.constexpr(patience))
+    monkeypatch.setattr(flash, "MERGED", (4, 4))  # six spans are more than are merged at a time
+    for seed, processors in enumerate((1, 4, 7, 9)):
+        hopper(seed, processors, unwritten_keys(scene, (rows,) * 2, (2600, 900)))
+        results.append(attention.attend_pages(**scene, arrived=arrived, scale=0.3))
+        assert torch.equal(results[0], results[-1])
+        assert not arrived.any(), "counters are zero between passes"
+    assert distance(results[0], attention.attend_pages_twin(**scene, scale=0.3)) < 1e-3
+
+
 def test_attention_beside_prompts(hopper: Set) -> None:
     """In a step in which sequences join, the pass itself stores keys before a slot's rows: none is read too early."""
     scene = kernel_checks._paged_scene(CPU, HALF, 128, 4, (6, 6, 6), (300, 520, 140))

@@ -2,9 +2,11 @@
 
 The arithmetic and its order are those of `kernels/gpu/attention.py`, and so are the bits. Blocks share the keys by
 their number: each takes an equal stretch of (key head, tile, block), so that all of them read the same head's keys at a
-time, and only a tile that two blocks share leaves its spans' states in memory. What lies in a page behind a sequence's
-last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not depend on the
-kernel before: the first are on their way while that kernel still runs.
+time, and only a tile that two blocks share leaves its spans' states in memory. Four more warps merge them (of tall
+tiles the multiplying ones): a long text's in all blocks that share it, each some of the rows. A block that has waited
+for long leaves its rows to the last one, so that none depends on another that has not begun. What lies in a page behind
+a sequence's last position is multiplied by zero: the cache holds finite numbers alone. Keys of earlier passes do not
+depend on the kernel before: the first are on their way while that kernel still runs.
 
 Trees (TREE): the rows of a tile lie on several paths, the lanes (`lanes.py`). Blocks before the nodes are as a chain's.
 In the block where nodes begin, and in the one behind it where a path reaches that far, the last TAIL columns or fewer,
@@ -51,12 +53,16 @@ from faircopy.kernels.gpu.stream import barriers
 LINE = 64  # numbers of a head that one copy brings: the widest line that shared memory swizzles
 PLACES = 64  # queries (rows times heads per key head) of four multiplying warps
 SLOTS = 4  # blocks of keys or values in shared memory
-CHUNK = 16  # queries whose spans are merged at a time
-TOGETHER = 4  # spans that are read at once to be merged
+MERGED = (4, 16)  # queries whose spans are merged at a time, and spans that are read at once to be merged,
+MERGED_TALL = (16, 4)  # and in the registers of warps that multiply tall tiles
+PATIENCE = 1 << 12  # looks at a counter, of about a microsecond each, before a block leaves its rows to the last one
+LEAVES = 1 << 16  # what a block adds to a tile's counter of spans when it will not look at it again
 TILES = 128  # whose rows a block looks at together when it finds its share
 LANES = 4  # of a tree, whose keys and values are in shared memory at once
 WHOLE = 5  # key blocks of a tile up to which one block takes all of them: merging its spans would take longer
 _WHOLE = gl.constexpr(WHOLE)
+_PATIENCE = gl.constexpr(PATIENCE)
+_LEAVES = gl.constexpr(LEAVES)
 _END = gl.constexpr(END)
 _LANES = gl.constexpr(LANES)
 _TAIL = gl.constexpr(TAIL)
@@ -121,14 +127,16 @@ def _share(
     EVEN: gl.constexpr, WINDOWED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """This block's stretch of all key blocks: the key head, the tile and the block of that tile where it begins, how
-    many come before it, and where it ends. Tiles are looked at TILES at a time."""
+    many come before it, and where it ends; and how many there are in all, or 0 if no tile is long enough to be shared.
+    Tiles are looked at TILES at a time."""
     counts = _counts(0, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS)
-    total = gl.sum(counts, 0)
+    total, longest = gl.sum(counts, 0), gl.max(counts, 0)
     for begin in range(TILES, tiles, TILES):
         more = _counts(
             begin, rows, ranges, positions, window, blocks, tiles, even, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
         )
         total += gl.sum(more, 0)
+        longest = gl.maximum(longest, gl.max(more, 0))
     at = (gl.program_id(0) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
     end = ((gl.program_id(0) + 1) * total.to(gl.int64) * KV // gl.num_programs(0)).to(gl.int32)
     head = at // gl.maximum(total, 1)
@@ -144,7 +152,7 @@ def _share(
         tile += gl.sum(passed.to(gl.int32), 0)
         before += gl.sum(gl.where(passed, more, 0), 0)
         earlier += gl.sum(more, 0)
-    return head, tile, within - before, at, end
+    return head, tile, within - before, at, end, gl.where(longest > _WHOLE, total * KV, 0)
 
 
 @gluon.jit
@@ -182,6 +190,12 @@ def _unit(block, first, stop, at, end, BLOCKS: gl.constexpr, PARTS: gl.constexpr
         return gl.where((block == first) & (at + final - first < end), stop, upto)
     else:  # noqa: RET505
         return stop
+
+
+@gluon.jit
+def _block_of(at, in_all):
+    """The block in whose stretch a key block lies, of all."""
+    return (((at + 1).to(gl.int64) * gl.num_programs(0) - 1) // in_all).to(gl.int32)
 
 
 @gluon.jit
@@ -473,16 +487,17 @@ def _rows(
 
 
 @gluon.jit
-def _finish_spans(
-    parts, stats, out, sinks, tile, head, rows, spans, low, high, PART: gl.constexpr,
-    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+def _merge_spans(
+    parts, stats, out, sinks, tile, head, rows, spans, low, high, begin, end, step,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, CHUNK: gl.constexpr,
     TOGETHER: gl.constexpr, SINKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Merge the states of a tile's spans in order, and store the result: CHUNK rows and TOGETHER spans at a time."""
+    """Merge the states of a tile's spans in order, TOGETHER at a time, and store the results: of every `step`-th CHUNK
+    of places from `begin` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, layout)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    for chunk in range(PART * (BM // CHUNK), min((PART + 1) * (BM // CHUNK), -(-Q * (HEADS // KV) // CHUNK))):
+    for chunk in range(begin, end, step):
         row, heads, line = _rows(tile, head, rows, chunk, ROW, HEADS, KV, Q, CHUNK)
         m, total, acc = _empty(CHUNK, D, ROW, layout)
         for start in range(low, high, TOGETHER):
@@ -495,6 +510,109 @@ def _finish_spans(
                 acc_new = gl.load(where, mask=live[:, None], other=0.0, cache_modifier=".cg")
                 m, total, acc = _merge(m, total, acc, m_new, total_new, acc_new, ROW)
         _finish(m, total, acc, out, sinks, row, line, heads, D, SINKS, ROW)
+
+
+@gluon.jit
+def _merge_together(
+    out, parts, stats, counters, rows, ranges, seqs, positions, sinks, window, blocks, spans, even, tile, head, at,
+    start, in_all, there,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr,
+    SPAN: gl.constexpr, BLOCKS: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr,
+    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Merge some rows of a tile of many spans, as the other blocks that share it do, when all spans are there. If one
+    would not wait, the last one to leave merges all rows: the same bits.
+
+    at: the tile's first key block among all; start: this stretch's; there: how many of the tile's spans had been
+    counted with those of this stretch, 0 if this stretch has none.
+    """
+    _, first, stop, _, _ = _tile(
+        tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, WARPS
+    )
+    low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+    unit = _unit_blocks(first, stop, BLOCKS)
+    before = gl.maximum((stop - 1) // unit * unit, first) - first  # key blocks before the last span
+    first_of, last_of = _block_of(at, in_all), _block_of(at + before, in_all)
+    others = gl.minimum(last_of - first_of, before)  # stretches without a key block are none
+    if (high - low > TOGETHER) & (others > 0) & (gl.program_id(0) <= last_of):
+        chunks: gl.constexpr = -(-Q * (HEADS // KV) // CHUNK)
+        counter, looks = counters + 4 * (tile * KV + head), 0
+        while (there < high - low) & (looks < _PATIENCE):
+            there = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") % _LEAVES
+            looks += 1
+        if there == high - low:
+            _merge_spans(
+                parts, stats, out, sinks, tile, head, rows, spans, low, high,
+                gl.minimum(gl.program_id(0) - first_of, gl.maximum(start - at, 0)), chunks, others + 1,
+                HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
+            )  # fmt: skip
+        else:
+            gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu")
+        if gl.atomic_add(counter, _LEAVES, sem="acq_rel", scope="gpu") // _LEAVES == others:
+            if gl.atomic_add(counter + 1, 0, sem="acquire", scope="gpu") > 0:
+                _merge_spans(
+                    parts, stats, out, sinks, tile, head, rows, spans, low, high, 0, chunks, 1,
+                    HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
+                )  # fmt: skip
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def _merge_shared(
+    out, parts, stats, counters, left_spans, rows, ranges, seqs, positions, sinks, window, blocks, spans, tiles, even,
+    head, tile, offset, at, end, in_all,
+    HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr,
+    SPAN: gl.constexpr, BLOCKS: gl.constexpr, EVEN: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr,
+    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Four merging warps: count the spans that this stretch leaves in memory. Those of a tile of few spans, or of few
+    rows, are merged by the block that counts the last one, others by all blocks that share the tile: it is where their
+    stretches begin or end. in_all: see _share."""
+    if (in_all > 0) & (at < end):
+        together: gl.constexpr = Q * (HEADS // KV) > CHUNK
+        if PDL:
+            gdc_wait()  # counters are those of the kernel before until then
+        first_tile, first_head, first_at, first_there, start = tile, head, at - offset, 0, at
+        last_at, last_there = first_at + 0, 0  # a name that is another's value before a loop is not carried through it
+        while at < end:
+            last_at, last_there = at - offset, 0
+            _, first, stop, _, _ = _tile(
+                tile, rows, ranges, seqs, positions, window, blocks, even, Q, QP, BN, EVEN, WINDOWED, WARPS
+            )
+            block, left = _begin(offset, first, stop, BLOCKS), 0
+            at += block - first - offset
+            while (at < end) & (block < stop):
+                upto = _unit(block, first, stop, at, end, BLOCKS, True)
+                left += gl.where((block == first) & (upto == stop), 0, 1)
+                at += upto - block
+                block = upto
+            if left > 0:
+                low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+                counter = counters + 4 * (tile * KV + head)
+                mbarrier.wait(left_spans.index(gl.where(offset > 0, 0, 1)), 0)
+                last_there = gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") % _LEAVES + left
+                if (last_there == high - low) & ((high - low <= TOGETHER) | (not together)):
+                    gl.store(counter, 0)
+                    _merge_spans(
+                        parts, stats, out, sinks, tile, head, rows, spans, low, high, 0,
+                        -(-Q * (HEADS // KV) // CHUNK), 1, HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
+                    )  # fmt: skip
+            first_there = gl.where(last_at == first_at, last_there, first_there)
+            tile += 1
+            offset = 0
+            if tile == tiles:
+                tile -= tiles
+                head += 1
+        if together:
+            last_tile, last_head = gl.where(tile == 0, tiles, tile) - 1, gl.where(tile == 0, head - 1, head)
+            for n in range(gl.where(last_at == first_at, 1, 2)):
+                _merge_together(
+                    out, parts, stats, counters, rows, ranges, seqs, positions, sinks, window, blocks, spans, even,
+                    gl.where(n == 0, last_tile, first_tile), gl.where(n == 0, last_head, first_head),
+                    gl.where(n == 0, last_at, first_at), start, in_all, gl.where(n == 0, last_there, first_there),
+                    HEADS, KV, D, Q, QP, BN, SPAN, BLOCKS, EVEN, WINDOWED, SINKS, CHUNK, TOGETHER, WARPS,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -533,17 +651,18 @@ def _query(
 
 @gluon.jit
 def _multiply(
-    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs, positions, sinks, tree,
-    scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
+    q, out, parts, stats, counters, query, slots, ones, full, empty, left_spans, rows, ranges, seqs, positions, sinks,
+    tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end, PART: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPAN: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
-    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, TREE: gl.constexpr,
-    CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr, TALL: gl.constexpr,
+    TREE: gl.constexpr, CHUNK: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four multiplying warps, for one part of every tile's places: unit after unit of this stretch.
 
     BLOCKS: of a unit; SPAN: of a span. tree: pools of keys and values, tables of lanes, and shared memory for what
-    they hold.
+    they hold. left_spans: barriers that tell the merging warps that the spans of a tile are in memory; of tall tiles
+    these warps merge them.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -605,15 +724,19 @@ def _multiply(
                 block = upto
             if PARTS:  # noqa: SIM102
                 if left > 0:
-                    low, high = first // SPAN, (stop + SPAN - 1) // SPAN
-                    counter = counters + 2 * (tile * KV + head) + PART
                     gl.thread_barrier()
-                    if gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") + left == high - low:
-                        gl.store(counter, 0)
-                        _finish_spans(
-                            parts, stats, out, sinks, tile, head, rows, spans, low, high, PART,
-                            HEADS, KV, D, Q, BM, CHUNK, TOGETHER, SINKS, WARPS,
-                        )  # fmt: skip
+                    if TALL:
+                        low, high = first // SPAN, (stop + SPAN - 1) // SPAN
+                        counter = counters + 4 * (tile * KV + head) + PART
+                        if gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") + left == high - low:
+                            gl.store(counter, 0)
+                            _merge_spans(
+                                parts, stats, out, sinks, tile, head, rows, spans, low, high, PART * (BM // CHUNK),
+                                min((PART + 1) * (BM // CHUNK), -(-Q * (HEADS // KV) // CHUNK)), 1,
+                                HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
+                            )  # fmt: skip
+                    else:
+                        mbarrier.arrive(left_spans.index(gl.where(offset > 0, 0, 1)), count=1)
         tile += 1
         offset = 0
         if tile == tiles:
@@ -648,7 +771,11 @@ def _flash(
     pages = gl.allocate_shared_memory(kind, [SLOTS * (D // LINE) * (BN // PAGE), PAGE, LINE], keys.layout)
     slots = pages._reinterpret(kind, [SLOTS, BN, D], wide)
     full, empty = barriers(SLOTS, 2 if TALL else 1)
-    head, tile, offset, at, end = _share(
+    # a stretch shares two tiles at most: one that began before it, and one that goes on behind it
+    left_spans = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(left_spans.index(0), count=1)
+    mbarrier.init(left_spans.index(1), count=1)
+    head, tile, offset, at, end, in_all = _share(
         rows, ranges, positions, window, blocks, tiles, even, KV, Q, QP, TILES, BN, EVEN, WINDOWED, WARPS
     )
     tree = ones  # of chains: not used
@@ -662,16 +789,16 @@ def _flash(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, left_spans, rows, ranges, seqs,
                     positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
-                    CHUNK, TOGETHER, WARPS, PDL,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TALL,
+                    TREE, CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_multiply, (
-                    q, out, parts, stats, counters, query_2, slots, ones, full, empty, rows, ranges, seqs,
+                    q, out, parts, stats, counters, query_2, slots, ones, full, empty, left_spans, rows, ranges, seqs,
                     positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    1, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
-                    CHUNK, TOGETHER, WARPS, PDL,
+                    1, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TALL,
+                    TREE, CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
@@ -682,14 +809,37 @@ def _flash(
             [4, 1],
             [232, 40],
         )  # fmt: skip
+    elif PARTS:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, left_spans, rows, ranges, seqs,
+                    positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TALL,
+                    TREE, CHUNK, TOGETHER, WARPS, PDL,
+                )),
+                (_merge_shared, (
+                    out, parts, stats, counters, left_spans, rows, ranges, seqs, positions, sinks, window, blocks,
+                    spans, tiles, even, head, tile, offset, at, end, in_all, HEADS, KV, D, Q, QP, BN, SPAN, BLOCKS,
+                    EVEN, WINDOWED, SINKS, CHUNK, TOGETHER, WARPS, PDL,
+                )),
+                (_copy, (
+                    keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
+                    blocks, tiles, even, head, tile, offset, at, end, D, Q, QP, BN, BLOCKS, PAGE, SLOTS, LINE, EVEN,
+                    WINDOWED, PARTS, TREE, EARLY, PDL,
+                )),
+            ],
+            [4, 1],
+            [168, 56],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    q, out, parts, stats, counters, query, slots, ones, full, empty, rows, ranges, seqs,
+                    q, out, parts, stats, counters, query, slots, ones, full, empty, left_spans, rows, ranges, seqs,
                     positions, sinks, tree, scale, cap, window, blocks, spans, tiles, even, head, tile, offset, at, end,
-                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TREE,
-                    CHUNK, TOGETHER, WARPS, PDL,
+                    0, HEADS, KV, D, Q, QP, BM, BN, SPAN, BLOCKS, SLOTS, EVEN, CAPPED, WINDOWED, SINKS, PARTS, TALL,
+                    TREE, CHUNK, TOGETHER, WARPS, PDL,
                 )),
                 (_copy, (
                     keys, values, pages, full, empty, rows, ranges, seqs, tables, positions, about, window, width,
@@ -719,21 +869,22 @@ def attend(
     (rows, heads, d), kv, (tiles, height) = out.shape, keys.shape[1], plan.rows.shape
     bn, sinks, window = block_length(d, keys.element_size()), numbers[0], numbers[3]
     spans, places = -(-plan.blocks * bn // SPAN), height * (heads // kv)
-    parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel() and rows <= GRAPH_ROWS
+    parted = 1 < spans <= limit // (rows * heads * d * 4) and 4 * tiles * kv <= arrived.numel() and rows <= GRAPH_ROWS
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)
-    found = plan.lanes
+    found, tall = plan.lanes, places > PLACES
+    chunk, together = MERGED_TALL if tall else MERGED
     ranges, even = (plan.ranges, plan.even) if found is None else (found.ranges, found.even)
     trees = (None,) * 5 if found is None else (keys, values, found.slots, found.lanes, found.about)
     _flash[(min(units, processors(out.device)),)](
         q, _pages(keys, plan.page), _pages(values, plan.page), out, parts, stats, arrived, plan.rows, ranges,
         plan.seqs, plan.tables, positions, sinks, *trees, numbers[1], numbers[2], window, plan.tables.stride(0),
         plan.blocks, spans, tiles, even,
-        HEADS=heads, KV=kv, D=d, Q=height, QP=power(height), BM=PLACES, BN=bn, SPAN=SPAN // bn,
+        HEADS=heads, KV=kv, D=d, Q=height, QP=power(height, 8 if height > 2 else 1), BM=PLACES, BN=bn, SPAN=SPAN // bn,
         BLOCKS=SPAN // bn if parted else END, PAGE=plan.page, LINE=LINE, TILES=TILES, SLOTS=SLOTS,
-        EVEN=even > 0, PARTS=parted, TALL=places > PLACES, TREE=found is not None,
-        EARLY=(even > 0 or found is not None) and plan.beside is None, CHUNK=CHUNK, TOGETHER=TOGETHER, WARPS=4,
+        EVEN=even > 0, PARTS=parted, TALL=tall, TREE=found is not None,
+        EARLY=(even > 0 or found is not None) and plan.beside is None, CHUNK=chunk, TOGETHER=together, WARPS=4,
         num_warps=4, **given, **options(out.device),
     )  # fmt: skip
 
