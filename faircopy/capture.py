@@ -79,7 +79,8 @@ class HiddenStateReader(ABC):
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """The tensors it keeps between steps; a trial run before capturing must leave them as they were."""
+        """The tensors it keeps between steps, a row per batch slot. A trial run before capturing must leave them as
+        they were."""
 
 
 class CapturedDrafter(ABC):

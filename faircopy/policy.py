@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Protocol
 
 from faircopy.types import Sequence
 
+FEW_ROWS = 48  # of prompts, that the smallest captured step that reads any has room for, about
+ONE_MORE = 32  # places of a batch from which on one more sequence is waited for, if such a step has room for it
 MOST_HELD = 16  # choices for which new sequences are held back at most
 Cached = Callable[[Sequence], int]  # how many of a sequence's tokens have keys
 
@@ -29,7 +32,7 @@ class FirstCome:
         """together: while more wait than there are places, new ones join when this many places are free.
 
         interrupts: whether captured steps stop for a new sequence; for those that they need not stop for, `few` free
-        places are enough.
+        places are enough, or one more in a large batch if a small step has room for their prompts.
         """
         self._batch, self._together, self._interrupts, self._few = batch, together, interrupts, few
         self._held = 0  # choices in which the first of the waiting ones was held back
@@ -40,14 +43,17 @@ class FirstCome:
         free, first = max(0, self._batch - len(running)), waiting[0] if waiting else None
         if first is not self._first:
             self._first, self._held = first, 0
-        if len(waiting) > free < self._needed(waiting[0]) and not any(reading(seq, cached) for seq in running):
+        if len(waiting) > free < self._needed(waiting) and not any(reading(seq, cached) for seq in running):
             self._held += free > 0
             free = 0 if self._held <= MOST_HELD else free
         return [*_oldest_first(running), *waiting[:free]]
 
-    def _needed(self, first: Sequence) -> int:
-        """Free places with which this new sequence joins, and those behind it."""
-        return self._few if self._interrupts is not None and not self._interrupts(first) else self._together
+    def _needed(self, waiting: list[Sequence]) -> int:
+        """Free places with which the first of these new sequences joins, and those behind it."""
+        if self._interrupts is None or self._interrupts(waiting[0]):
+            return self._together
+        more = waiting[: self._few + 1] if self._batch >= ONE_MORE else []
+        return max(self._few, sum(count <= FEW_ROWS for count in accumulate(len(seq.tokens) for seq in more)))
 
 
 def reading(seq: Sequence, cached: Cached) -> bool:

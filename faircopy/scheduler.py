@@ -44,8 +44,8 @@ class CaptureRule(Protocol):
     def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
         """Rows of a new sequence's prompt; None: captured steps do not read it. drafted: if the drafter does, too."""
 
-    def slots_behind(self, seqs: list[Sequence], joining: int) -> int:
-        """Batch slots of a step behind the one started last, in which these go on and so many join."""
+    def slots_behind(self, seqs: list[Sequence]) -> int:
+        """Batch slots of a step of these sequences behind the one started last."""
 
     def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step, of k that are wanted, while captured steps follow."""
@@ -180,7 +180,7 @@ class Scheduler:
         for seq in waiting[:MOST_JOINING]:
             known = self._ledger.open(seq)
             rows = self._capture.prompt_rows(seq, bool(wanted[seq]))
-            slots = self._capture.slots_behind(going_on, len(joined) + 1)
+            slots = self._capture.slots_behind([*going_on, *joined, seq])
             found = None if rows is None else self._capture.joining_step(k, slots, used + rows)
             if found is not None and joined and found[1] > step[1] and len(waiting) <= FEW_WAITING:
                 found = None

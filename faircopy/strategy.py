@@ -62,7 +62,9 @@ class Strategy:
         refills = self.refills if config.refill is None else config.refill
         if not refills:
             return WholeBatches(config.max_batch)
-        together, few = (max(1, config.max_batch // groups) if interrupts else 1 for groups in (GROUPS, SMALL_GROUPS))
+        if interrupts is None:
+            return FirstCome(config.max_batch)
+        together, few = (max(1, config.max_batch // groups) for groups in (GROUPS, SMALL_GROUPS))
         return FirstCome(config.max_batch, together, interrupts, few)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "logprobs": 2},
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logit_bias": {5: 2.0}, "min_tokens": 4},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logit_bias": {5: 4.0}, "min_tokens": 4},
 )
 
 
@@ -135,6 +136,35 @@ def test_drafts_behind_a_prompt_read_in_a_captured_step_are_those_of_an_eager_on
         assert all(mine[0] <= other[0] for mine, other in zip(joined, eager, strict=True))
     else:
         assert joined == eager and sum(accepted for _, accepted in joined) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_that_shrinks_runs_in_smaller_graphs(
+    folder: str, model: Fused, plain: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences move to free batch slots with all that the device keeps of them: drafts stay the same, too."""
+
+    def counts(engine: Engine) -> list[tuple[int, int]]:
+        seqs = [engine.add(request) for request in requests(model.vocab)]
+        assert texts(engine, seqs) == plain
+        return [(seq.steps, seq.accepted) for seq in seqs]
+
+    engine = build(folder, model, method, max_batch=16)
+    engine.warm_up()
+    assert engine.captured is not None
+    sizes, steps = sorted({size for size, _ in engine.captured.captured_sizes}), watch(engine)
+    found = counts(engine)
+    steady = [step for step in steps if not step.joined]
+    assert all(step.graph.size == next(n for n in sizes if n >= len(step.plan.seqs)) for step in steady)
+    moves = [
+        seq
+        for one, other in pairwise(steps)
+        for seq, n in one.batch_slots.items()
+        if other.batch_slots.get(seq, n) != n
+    ]
+    assert len(moves) > 3
+    monkeypatch.setattr(runner, "BUCKETS", (16,))
+    assert counts(build(folder, model, method, max_batch=16)) == found
 
 
 def test_a_known_prefix_is_not_read_again(folder: str, model: Fused) -> None:

@@ -53,10 +53,7 @@ FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not
 # Steps in which sequences join: rows of prompts, at least, beside those of the batch slots, and nodes per slot at most.
 JOINING = {40: 5, 160: 2}
 JOINING_BUCKETS = (8, 16, 32, 64, 128, 256)  # their batch slots: fewer sizes, since each is a graph more
-# Tokens of a sequence that joins at most: rows of a longer one attend to whole blocks of keys that the same pass
-# stores, for which kernels wait (EARLY in flash.py); that has run in the interpreter alone, not on a GPU.
-JOINING_TOKENS = 128
-MANY_SLOTS, FEW_NODES = 24, 3  # from so many batch slots on they have no more nodes: rows would need larger tiles
+OWN_ROWS = 192  # of their batch slots at most, if that leaves a node for each: more would need larger tiles
 
 
 class Joining(NamedTuple):
@@ -77,7 +74,7 @@ def joining_graph(size: int, k: int, rows: int, captured: Collection[int]) -> Jo
     captured: numbers of nodes that graphs are made for; empty: any.
     """
     for least, most in JOINING.items():
-        nodes = _nodes_beside(k, min(most, FEW_NODES) if size >= MANY_SLOTS else most, captured)
+        nodes = _nodes_beside(k, min(most, max(1, OWN_ROWS // size - 1)), captured)
         own = size * (nodes + 1)
         found = Joining(size, nodes, next((n for n in TILE_ROWS if n >= own + least), own + least) - own)
         if rows <= found.prompts:
@@ -176,11 +173,9 @@ class CapturedRunner:
         """The graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows."""
         return joining_graph(bucket_for(slots, self._joining_buckets, ()), k, rows, self._warmed)
 
-    def slots_behind(self, seqs: list[Sequence], joining: int) -> int:
-        """Batch slots that a step behind the one started last needs, if these go on and so many join."""
-        taken = {self._places[seq] for seq in seqs}
-        free = [n for n in range(len(taken) + joining) if n not in taken][:joining]
-        return max((*taken, *free), default=0) + 1
+    def slots_behind(self, seqs: list[Sequence]) -> int:
+        """Batch slots of a step of these sequences behind the one started last."""
+        return max(self._assigned(seqs, self._places).values(), default=0) + 1
 
     def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step: one if each costs the host a pass, for captured steps follow.
@@ -195,19 +190,24 @@ class CapturedRunner:
         Sequences whose prompts are not cached join: the step reads those, too. Behind another step so do those of whose
         prompts the target knows all, and the drafter not.
         """
-        slots = self._assigned(plan.seqs, {} if after is None else after.batch_slots)
-        new = slots if after is None else {seq: slots[seq] for seq in slots if seq not in after.batch_slots}
+        before = {} if after is None else after.batch_slots
+        slots = self._assigned(plan.seqs, before)
+        new = {seq: slot for seq, slot in slots.items() if seq not in before}
+        moved = {seq: before[seq] for seq, slot in slots.items() if before.get(seq, slot) != slot}
         unread = [] if after is None else [seq for seq in new if self.prompt_rows(seq, seq not in plan.batch.idle)]
         joining = {seq: slots[seq] for seq in slots if not self._steady(seq) or seq in unread}
         graph, captured = self._graph_for(plan, max(slots.values()) + 1, [*joining])
         self._turn = 1 - self._turn
         begun = self._mark()
         self._write_control(graph, slots, self._nodes_of(plan.batch, joining), new)
+        if moved:
+            self._move([*moved.values()], [slots[seq] for seq in moved])
         if new:
             self._write_history(new)
-            self._settings = write_settings(self._sampling, slots, new, self._settings)
-            if self._drafter.reads_hidden_states is not None:
-                self._drafter.reads_hidden_states.assign(new)
+        if new or moved:
+            self._settings = write_settings(self._sampling, slots, new, moved, self._settings)
+        if new and self._drafter.reads_hidden_states is not None:
+            self._drafter.reads_hidden_states.assign(new)
         read = self._join(graph, joining, plan.batch.idle) if joining else 0
         with self._around():
             rows = captured.start()
@@ -221,6 +221,14 @@ class CapturedRunner:
             prompt_rows=self._note_joined(joining), read=read,
         )  # fmt: skip
 
+    def _move(self, sources: list[int], places: list[int]) -> None:
+        """Bring what the device keeps of these batch slots to others, behind the step in flight."""
+        slots, reader = self._batch_slots, self._drafter.reads_hidden_states
+        kept = [slots.lengths, slots.history, *(reader.buffers() if reader is not None else [])]
+        old, new = sent([sources, places], torch.int64, slots.lengths.device)
+        for tensor in kept:
+            tensor.index_copy_(0, new, tensor.index_select(0, old))
+
     def _graph_for(self, plan: StepPlan, slots: int, joining: list[Sequence]) -> tuple[GraphState, Step]:
         """The graph that this many batch slots run in, which reads the prompts of those that join."""
         if not joining:
@@ -230,12 +238,15 @@ class CapturedRunner:
         assert found is not None and found.k == plan.k, "it was planned for a graph that there is"
         return self._joining_graph(found)
 
-    @staticmethod
-    def _assigned(seqs: list[Sequence], before: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Batch slots of these sequences: those that they had before, and for new ones the first free ones."""
-        taken = {before[seq] for seq in seqs if seq in before}
-        free = (n for n in range(len(seqs) + len(taken)) if n not in taken)
-        return {seq: before[seq] if seq in before else next(free) for seq in seqs}
+    def _assigned(self, seqs: list[Sequence], before: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Batch slots of these sequences: those that they had before, and for new ones the first free ones.
+
+        Where a smaller graph has room for all, those that had batch slots behind its last one get free ones, too.
+        """
+        size = bucket_for(len(seqs), self._buckets, ())
+        kept = {seq: before[seq] for seq in seqs if before.get(seq, size) < size}
+        free = iter(sorted({*range(size)} - {*kept.values()}))
+        return {seq: kept[seq] if seq in kept else next(free) for seq in seqs}
 
     def _nodes_of(self, batch: Batch, joining: dict[Sequence, int]) -> list[int]:
         """Draft nodes of each sequence; a drafter that reads hidden states has read nothing of those that join."""
@@ -298,6 +309,7 @@ class CapturedRunner:
             self._warmed.append(nodes)
         for joining in self._all_joining(lengths):
             self._joining_graph(joining)
+        self._move([0], [0])  # changes nothing: kernels are loaded when first used
 
     def _all_joining(self, lengths: Iterable[int]) -> list[Joining]:
         """All graphs of steps that read prompts, largest first."""
@@ -554,8 +566,8 @@ class CapturedRunner:
 
 
 def _joins(seq: Sequence) -> bool:
-    """Whether nothing of a new sequence's prompt needs the host, and it is short."""
-    return len(seq.tokens) <= JOINING_TOKENS and fits_device(seq) and seq.params.prompt_logprobs is None
+    """Whether nothing of a new sequence's prompt needs the host."""
+    return fits_device(seq) and seq.params.prompt_logprobs is None
 
 
 def _most_nodes(drafter: CapturedDrafter, layout: PagedLayout) -> int:

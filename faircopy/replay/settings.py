@@ -35,10 +35,13 @@ def fits_device(seq: Sequence) -> bool:
 Rows = dict[Sequence, NDArray[np.int32]]
 
 
-def write_settings(of: SamplingSlots, slots: dict[Sequence, int], new: Iterable[Sequence], known: Rows) -> Rows:
+def write_settings(
+    of: SamplingSlots, slots: dict[Sequence, int], new: Iterable[Sequence], moved: dict[Sequence, int], known: Rows
+) -> Rows:
     """Write the parameters of all batch slots; those without a sequence have none.
 
-    new: sequences that were in no batch slot, or another one, so that nothing is on the device of their tokens' counts.
+    new: sequences that were in no batch slot, so that nothing is on the device of their tokens' counts.
+    moved: the batch slots that sequences had before, where others are theirs now.
     known: settings rows from before; returns those of these sequences.
     """
     rows = {seq: known[seq] if seq in known else _settings_row(seq, of.counts.shape[1]) for seq in slots}
@@ -49,6 +52,11 @@ def write_settings(of: SamplingSlots, slots: dict[Sequence, int], new: Iterable[
             _write_counts(of.counts[slots[seq]], seq)
         if seq.params.logit_bias:
             _write_bias(of.bias[slots[seq]], seq)
+    for seq, before in moved.items():
+        if seq.params.penalises:
+            of.counts[slots[seq]].copy_(of.counts[before])
+        if seq.params.logit_bias:
+            of.bias[slots[seq]].copy_(of.bias[before])
     of.settings.copy_(sent(table, torch.int32, of.settings.device))
     return rows
 
