@@ -3,7 +3,8 @@
 python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--drafters model ngram useless turns head]
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
-    [--questions FILE --task NAME] [--own-text] [--paired] [--head FOLDER] [--chain] [--most N] [--draft-vocab 32000]
+    [--questions FILE --task NAME] [--own-text] [--paired] [--head FOLDER] [--chain [fixed]] [--most N]
+    [--draft-vocab 32000]
 
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
@@ -14,9 +15,10 @@ of the other; for machines whose speed changes.
 heads on, instead of the bundled prompts.
 "useless" drafts tokens that are never right, "turns" what plain decoding wrote, and wrong tokens from the middle of
 each text on. "head" is the bundled Clover head, or another one of the target (--head), with its own trees, or chains
-(--chain); numbers of draft tokens are then numbers of nodes. --most: what auto may choose, if not what `LLM(k="auto")`
-does. For the widened pair a random head of that shape runs, which guesses `--draft-vocab` tokens of the vocabulary (0:
-all) and whose drafts are replaced by those of the small one, recorded before (benchmarks.recorded): greedy texts only.
+(--chain; --chain fixed: of fixed lengths alone); numbers of draft tokens are then numbers of nodes. --most: what auto
+may choose, if not what `LLM(k="auto")` does. For the widened pair a random head of that shape runs, which guesses
+`--draft-vocab` tokens of the vocabulary (0: all) and whose drafts are replaced by those of the small one, recorded
+before (benchmarks.recorded): greedy texts only.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -170,7 +172,8 @@ class Trial:
         """An engine with one of the drafters by name; of k="auto", with no more draft tokens than --most."""
         if drafter == "head":
             folder = self._args.head or bundled.named("clover")
-            return self.head_llm(folder, k, chain=self._args.chain, **options)
+            chain = self._args.chain == "all" or (self._args.chain == "fixed" and k != "auto")
+            return self.head_llm(folder, k, chain, **options)
         draft: Any = {"useless": Useless(), "turns": Turns(self.plain)}.get(drafter or "", drafter)
         made = self.made(draft, k, **options)
         return self.ready(made, k, drafted=drafter == "model")
@@ -376,7 +379,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--share", action=argparse.BooleanOptionalAction, help="whether batches share a head's nodes")
     parser.add_argument("--head", help="a trained head's folder; the bundled Clover head if left out")
-    parser.add_argument("--chain", action="store_true", help="chains instead of the head's own trees")
+    parser.add_argument(
+        "--chain", nargs="?", const="all", choices=["all", "fixed"], help="chains instead of the head's own trees"
+    )
     parser.add_argument("--most", type=int, help="draft tokens or nodes that auto chooses at most")
     parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB, help="tokens a wide head guesses; 0: all")
     args = parser.parse_args(arguments)

@@ -80,20 +80,27 @@ class Recorded:
         self._factors = torch.randint(-(1 << 62), 1 << 62, (length,), generator=source).to(texts.tokens.device)
         self._at = torch.arange(length, device=texts.tokens.device)
         self._hashes, self._rows, self._places = self._distinct(texts)
-        self._drafts: dict[tuple[int, int], Nodes] = {}
+        self._drafts: dict[tuple[int, int, bool], Nodes] = {}
 
-    def drafts(self, nodes: int, levels: int) -> Nodes:
-        """Nodes behind all places, made when first asked for; -1: a missing one, as in batched_trees.py."""
-        if (nodes, levels) not in self._drafts:
+    def drafts(self, nodes: int, levels: int, chain: bool = False) -> Nodes:
+        """Nodes behind all places, made when first asked for; -1: a missing one, as in batched_trees.py.
+
+        chain: of chains instead of the head's own trees.
+        """
+        key = nodes, levels, chain
+        if key not in self._drafts:
             parts = [
-                self._drafted(rows, places, nodes, levels)
+                self._drafted(rows, places, *key)
                 for rows, places in zip(self._rows.split(AT_ONCE), self._places.split(AT_ONCE), strict=True)
             ]
-            self._drafts[nodes, levels] = Nodes(*map(torch.cat, zip(*parts, strict=True)))
-        return self._drafts[nodes, levels]
+            self._drafts[key] = Nodes(*map(torch.cat, zip(*parts, strict=True)))
+        return self._drafts[key]
 
-    def _drafted(self, rows: Tensor, places: Tensor, nodes: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-        trees = drafts_behind(self._reading, rows, places, self._head.tree(nodes), levels)
+    def _drafted(
+        self, rows: Tensor, places: Tensor, nodes: int, levels: int, chain: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tree = Tree(nodes) if chain else self._head.tree(nodes)
+        trees = drafts_behind(self._reading, rows, places, tree, levels)
         trees.finish()
         assert trees.out.values is not None, "trees have values"
         return trees.out.tokens, trees.out.parents, trees.out.values
@@ -111,7 +118,7 @@ class Recorded:
     def replace(self, tree: Tree, text: list[int], levels: int) -> None:
         """Let a tree behind this text have the nodes that were recorded there; it stays if nothing was."""
         device = self._factors.device
-        drafts = self.drafts(tree.max_nodes, min(levels, tree.max_nodes))
+        drafts = self.drafts(tree.max_nodes, min(levels, tree.max_nodes), type(tree) is Tree)
         found, known = self.look_up(
             torch.tensor([text], device=device), torch.tensor([len(text)], device=device), drafts
         )
@@ -158,7 +165,9 @@ class Recorded:
             if compiling_ahead():  # kernels do not run, those of the trained head neither: nothing can be recorded
                 return grow
             levels = min(self._head.levels, graph.k) if graph.trees is None else graph.trees.deepest
-            drafts = self.drafts(graph.k, levels)  # made now: nothing may be made while a step is captured
+            drafts = self.drafts(
+                graph.k, levels, graph.trees is None
+            )  # made now: nothing may be made while a step is captured
 
             def work() -> None:
                 grow()

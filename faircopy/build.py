@@ -12,7 +12,16 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
-from faircopy.draft_length import BatchLength, DraftLengths, FixedLength, NoLength, Room, own_room, shared_room
+from faircopy.draft_length import (
+    AUTO_CHAIN,
+    BatchLength,
+    DraftLengths,
+    FixedLength,
+    NoLength,
+    Room,
+    own_room,
+    shared_room,
+)
 from faircopy.drafters.base import Drafter, NoDrafter, captured_drafter
 from faircopy.drafters.folder import load_head
 from faircopy.drafters.head_drafter import HeadDrafter
@@ -175,7 +184,8 @@ def build_engine(
     draft_layouts: tuple[Layout, ...] = ()
     if isinstance(draft, Head):
         pages = strategy.pages(tables, draft, config, suite)
-        drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled), (pages,)
+        chains = _chain_nodes(draft, config, target.device)
+        drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled, chains), (pages,)
     elif draft is not None:
         layout = strategy.layout(tables, draft, config, True, suite)
         small = Runner(draft, layout)
@@ -211,7 +221,15 @@ def _draft_lengths(
         return BatchLength(roof.law.k, most, config.max_batch)
     if not config.auto:
         return FixedLength(config.k)
-    return AutoLength(most, config.quality, cost_table(target, draft, config), room)
+    chains = _chain_nodes(draft, config, target.device) if isinstance(draft, Head) else 0
+    return AutoLength(most, config.quality, cost_table(target, draft, config), room, chains)
+
+
+def _chain_nodes(head: Head, config: EngineConfig, device: torch.device) -> int:
+    """Nodes up to which a draft head's drafts are chains: with k="auto" on a GPU, where trees take longer, and as far
+    as the head's levels fill them but for one node."""
+    chains = config.auto and device.type == "cuda" and not config.share_nodes
+    return min(AUTO_CHAIN, head.levels + 1) if chains else 0
 
 
 def _room(drafter: Drafter, config: EngineConfig, device: torch.device) -> Room:

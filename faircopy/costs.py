@@ -43,6 +43,11 @@ class Curve:
         return first + max(0.0, last - first) * (rows - low) / (high - low)
 
     @property
+    def largest(self) -> int:
+        """Rows of the largest pass that was measured."""
+        return self.points[-1][0] if self.points else 1
+
+    @property
     def rises(self) -> bool:
         """Whether its sizes are those of passes, each larger than the one before."""
         sizes = [0, *(size for size, _ in self.points)]
@@ -198,6 +203,10 @@ class StepCosts:
     def tried(self, batch: int, k: int) -> int:
         cell = self._cells.get((bucket(batch), k))
         return 0 if cell is None else cell.count
+
+    def steps_of(self, batch: int) -> int:
+        """Steps of this size of a batch that were measured, of any length."""
+        return sum(cell.count for (size, _), cell in self._cells.items() if size == bucket(batch))
 
     def of(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step; before anything was measured, in the table's own unit."""

@@ -12,6 +12,7 @@ from faircopy.types import Confidence, FinishedStep, Sequence
 
 LADDER = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # draft lengths that captured steps exist for
 AUTO_MAX = 8  # draft tokens of k="auto" at most
+AUTO_CHAIN = 8  # nodes of a head's draft on a GPU up to which k="auto" has a chain: trees accept as many tokens
 AUTO_TREE = 24  # nodes of a tree of k="auto" on a GPU at most
 AUTO_ROWS = 1024  # rows of a full batch of such trees at most
 SHARED_FROM = 3  # sequences of a batch from which on they share nodes: they run in graphs of four batch slots

@@ -31,10 +31,10 @@ BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
-START = 4  # plain steps that it may have cost besides, in trials
+START = 4  # plain steps that it may have cost besides, in trials: in large batches in the first one alone
 SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
 FORGIVEN = 32  # as far as no more plain steps are forgiven in all
-SURE = 6  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
+SURE = 4  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
@@ -43,6 +43,7 @@ TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
+SETTLED = 64  # steps of a batch size after which plain ones are measured, where a table has timed whole steps
 APART = 128  # steps between plain ones that are measured again, of whatever size of the batch
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
@@ -149,14 +150,14 @@ class Trial:
         return self.steps >= self.length or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
 
 
-def new_trial(seqs: list[Sequence], k: int) -> Trial:
+def new_trial(seqs: list[Sequence], k: int, most: int) -> Trial:
     """A trial with those of whose text the drafter has to read least, and which go on for a few steps.
 
-    Of a large batch only with those that come in now, if there are any, and for more steps: a draft head has the states
-    of their prompts, and none of what was written while it was off.
+    Of a large batch only with those that come in now, if there are any, `most` of them, and for more steps if they are
+    few: a draft head has the states of their prompts, and none of what was written while it was off.
     """
     lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
-    newcomers = [seq for seq in lasting if not seq.output][:TRIED]
+    newcomers = [seq for seq in lasting if not seq.output][:most]
     if newcomers and len(seqs) > TRIED:
         return Trial(frozenset(newcomers), min(LONGEST_TRIAL, TRIAL * -(-TRIED // len(newcomers))))
     return Trial(frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED] or seqs), TRIAL)
@@ -180,13 +181,19 @@ class AutoLength(DraftLengths):
     """Chooses the number of draft tokens of each sequence, at most max_k."""
 
     def __init__(
-        self, max_k: int, quality: str = "both", table: CostTable | None = None, room: Room = own_room
+        self,
+        max_k: int,
+        quality: str = "both",
+        table: CostTable | None = None,
+        room: Room = own_room,
+        chains: int = 0,
     ) -> None:
         """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off".
 
         room: nodes that one sequence may have, see DraftLengths.room.
+        chains: drafts of up to so many nodes are chains, if the drafter grows trees.
         """
-        self._max_k, self._quality, self._room = max_k, quality, room
+        self._max_k, self._quality, self._room, self._chains = max_k, quality, room, chains
         self.acceptance, self._trees = Acceptance(), TreeGains()
         self.costs = StepCosts() if table is None else StepCosts(table)
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
@@ -332,13 +339,14 @@ class AutoLength(DraftLengths):
 
     def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
         self._drafts += 1
-        if draft.is_chain(i):
+        nodes = len(draft.tokens[i])
+        if draft.is_chain(i) and (nodes <= self._chains or not self._grows_trees):
             sure = draft.confidence[i] if draft.confidence is not None else ()
             self._confident |= draft.confidence is not None
-            self.acceptance.observe(seq, len(draft.tokens[i]), accepted, sure)
+            self.acceptance.observe(seq, nodes, accepted, sure)
         else:
             self._grows_trees = True
-            self._trees.observe(len(draft.tokens[i]), accepted)
+            self._trees.observe(nodes, accepted)
 
     def _own_length(self, seq: Sequence, k: int, batch: int) -> int:
         tried = self._trial is None or seq in self._trial.seqs
@@ -422,8 +430,10 @@ class AutoLength(DraftLengths):
         Where all steps read prompts, none can be measured, and that is given up for a while.
         """
         size = bucket(batch)
-        again = self.costs.tried(batch, 0) >= REFERENCE
-        if self.costs.known(batch, 0) or (again and self._since_reference < APART and size not in self._asked):
+        tried = self.costs.tried(batch, 0)
+        soon = self._since_reference < APART and size not in self._asked
+        trusted = tried < REFERENCE and self.costs.table.captured(batch, 0) and self.costs.steps_of(batch) < SETTLED
+        if self.costs.known(batch, 0) or trusted or (tried >= REFERENCE and soon):
             self._asked.pop(size, None)
             return False
         self._since_reference = 0
@@ -431,9 +441,11 @@ class AutoLength(DraftLengths):
         return self._asked[size] % (8 * PROBE) <= 4 * REFERENCE
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
-        """Whether reading all texts is paid back soon by steps that gain this share; for as long it may be owed."""
+        """Whether reading all texts is paid back soon, and well before they end, by steps that gain this share; for as
+        long it may be owed."""
         cost = self._reading(seqs)
-        pays = cost < PAYBACK * gain * self.costs.of(len(seqs), 0)
+        steps = sum(min(PAYBACK, (seq.limit - len(seq.tokens)) / 2) for seq in seqs) / len(seqs)
+        pays = cost < steps * gain * self.costs.of(len(seqs), 0)
         self._owed = cost if pays else 0.0
         return pays
 
@@ -473,13 +485,21 @@ class AutoLength(DraftLengths):
         """Begin a trial, if what it costs may be lost."""
         batch = len(seqs)
         k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
-        trial = new_trial(seqs, k)
-        cost = self._reading(trial.seqs) + trial.length * self._dearer(batch, k)
-        if cost < self._allowed(batch, START):
-            self._wait = min(PROBE, 2 * self._wait)
-            self.k, self._trial, self._since_probe = k, trial, 0
-            self._row = self._worth = 0.0
-            self.reason = reason
+        allowed = self._allowed(batch, 0 if self._drafts and batch > TRIED else START)
+        for most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
+            trial = new_trial(seqs, k, most)
+            if self._until_read(seqs, trial) + trial.length * self._dearer(batch, k) < allowed:
+                self._wait = min(PROBE, 2 * self._wait)
+                self.k, self._trial, self._since_probe = k, trial, 0
+                self._row = self._worth = 0.0
+                self.reason = reason
+                return
+
+    def _until_read(self, seqs: list[Sequence], trial: Trial) -> float:
+        """Seconds in which a drafter reads the texts of a trial, and what they gain until all prompts are read."""
+        table = self.costs.table
+        unread, most = sum(len(seq.tokens) for seq in seqs if not seq.output), table.target.largest
+        return self._reading(trial.seqs) + unread // most * table.reading(len(trial.seqs)) * self.costs.level
 
     def _dearer(self, batch: int, k: int) -> float:
         """Seconds that a drafted step takes beyond a plain one; by the table, if none was measured of late."""
@@ -537,7 +557,7 @@ class AutoLength(DraftLengths):
 
     def _gain(self, survivals: list[list[float]], k: int) -> float:
         """Draft tokens of all sequences that are likely to be accepted."""
-        if self._grows_trees:
+        if self._grows_trees and k > self._chains:
             return len(survivals) * self._trees.of(k)
         return sum(sum(survival[:k]) for survival in survivals)
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from faircopy import LLM, CheckpointError, ConfigError, bundled
+from faircopy import LLM, CheckpointError, ConfigError, build, bundled
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
+from faircopy.draft_length import DraftLengths, FixedLength
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
@@ -699,6 +700,43 @@ def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: s
         assert [seq.output for seq in seqs] == [seq.output for seq in plain]
         assert len(starts) > 20 and engine.meter.drafted > 0
         assert seqs[3].drafted == 0 and seqs[2].drafted <= seqs[2].steps
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_small_drafts_may_be_chains_beside_trees(
+    checkpoint: Callable[..., str], method: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with k="auto" on a GPU: up to so many nodes a head drafts chains, whatever trees it has, and then trees."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from tests.test_replay import Wandering, fused
+
+    folder = checkpoint("llama")
+    model, head = fused(folder), head_for(folder, load(folder), method)
+    requests = [Request(tuple(p), SamplingParams(max_tokens=30)) for p in random_prompts(5, model.vocab, seed=6)]
+    config = EngineConfig(cache_memory="8MiB", k=12, max_batch=4, graphs=graphs)
+    plain = [seq.output for seq in run(build_engine(model, config=config, suite=TWINS), requests)]
+
+    def drafts(lengths: DraftLengths, chains: int) -> list[Draft]:
+        monkeypatch.setattr(build, "_chain_nodes", lambda *_: chains)
+        engine, seen = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=lengths), list[Draft]()
+        observe = engine.draft_lengths.observe
+        engine.draft_lengths.observe = lambda step, seconds: (seen.append(step.draft), observe(step, seconds))[1]
+        assert [seq.output for seq in run(engine, requests)] == plain
+        return seen
+
+    class Sizes(Wandering):
+        lengths = (0, 2, head.levels + 1, 12)
+
+    most = head.levels + 1  # the last node of the longest chains has no level
+    assert not all(draft.is_chain(i) for draft in drafts(Sizes(3), most) for i in range(len(draft.tokens))), (
+        "trees fork"
+    )
+    chains = [draft.tokens for draft in drafts(FixedLength(most), most)]
+    assert max(len(tokens) for step in chains for tokens in step) == head.levels
+    monkeypatch.setattr(head, "tree", Tree)
+    assert [draft.tokens for draft in drafts(FixedLength(head.levels), 0)] == chains
 
 
 def test_captured_trees_with_every_sampling_parameter() -> None:

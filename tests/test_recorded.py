@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import heads_wide, planner, quality
 from benchmarks.recorded import Recorded, Texts, read_texts, small_head
-from faircopy import LLM, bundled
+from faircopy import LLM, build, bundled
 from faircopy.build import build_engine, load_target
 from faircopy.config import EngineConfig
 from faircopy.draft_length import FixedLength, shared_room
@@ -123,12 +123,18 @@ def test_eager_steps_draft_what_was_recorded(
     check(make, watch_eager, heads_of(folder, method, chain), folder)
 
 
-@pytest.mark.parametrize(("chain", "nodes"), [(True, 3), (False, 14)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("chain", "nodes", "chains"),
+    [(True, 3, 0), (False, 14, 0), (False, 3, 3), (False, 5, 5)],
+    ids=["chain", "tree", "small chain", "longer chain"],
+)
 @pytest.mark.parametrize("method", ["clover", "medusa", "eagle3"])  # the others draft as one of these does
 def test_captured_steps_draft_what_was_recorded(
-    checkpoint: Callable[..., str], method: str, chain: bool, nodes: int
+    checkpoint: Callable[..., str], method: str, chain: bool, nodes: int, chains: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """chains: drafts of up to so many nodes are chains, of a head that has trees; also one node more than levels."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(build, "_chain_nodes", lambda *_: chains)
     from faircopy.kernels.gpu.suite import TWINS
     from tests.test_replay import fused
 

@@ -67,18 +67,20 @@ def test_a_drafter_that_is_off_reads_nothing(graphs: bool) -> None:
     assert engine.meter.drafter_rows == 0 and engine.meter.captured_steps * graphs >= 0.5 * graphs * engine.meter.steps
 
 
-def test_a_trial_drafts_for_a_few() -> None:
-    """The first drafts at a large batch are for a few sequences; the drafter reads those alone."""
+@pytest.mark.parametrize(("prompt", "most"), [(44, BATCH), (120, TRIED)])
+def test_a_trial_drafts_for_as_many_as_may_be_read(prompt: int, most: int) -> None:
+    """The first drafts at a large batch are for all sequences, or where reading their prompts would cost more than a
+    trial may, for a few, and the drafter reads those alone."""
     engine = engine_of(FreeModel(VOCAB, CONTEXT, 0.0), AutoLength(8))
     device = SimulatedDevice(engine, read_table())
-    seqs = [engine.add(request) for request in Queue(batch=BATCH, times=1).requests()]
+    seqs = [engine.add(request) for request in Queue(batch=BATCH, times=1, prompt=prompt).requests()]
     with device.running():
         while not any(seq.drafted for seq in seqs):
             engine.step()
         for _ in range(16):
             engine.step()
     tried = [seq for seq in seqs if seq.drafted]
-    assert 0 < len(tried) <= TRIED
+    assert most // 2 < len(tried) <= most
     assert engine.meter.drafter_rows < 2 * sum(len(seq.tokens) for seq in tried)
 
 

@@ -37,16 +37,20 @@ Known = dict[Sequence, SequenceStates]  # states the host has and the head has n
 class CapturedHead(CapturedDrafter):
     """Reads the states that the last step stored, then grows a tree per batch slot."""
 
-    def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int) -> None:
+    def __init__(
+        self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int, chains: int = 0
+    ) -> None:
+        """chains: drafts of up to so many nodes are chains, whatever trees the head has."""
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
         self._states = self.reads_hidden_states = StoredStates(head, layout, rows_of, known, num_slots)
         self.latest = self._states.rows.shape[1]
-        self._chains = batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
-        self.max_nodes = head.levels if self._chains else MAX_TREE_NODES
+        has_trees = not batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
+        self._chains = chains if has_trees else head.levels
+        self.max_nodes = MAX_TREE_NODES if has_trees else head.levels
         self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
 
     def tree_depth(self, k: int, room: int | None = None) -> int:
-        return 0 if self._chains else min(self._head.levels, k if room in (None, k) else shared_depth(k))
+        return 0 if k <= self._chains else min(self._head.levels, k if room in (None, k) else shared_depth(k))
 
     def ready(self, seq: Sequence) -> bool:
         """Whether what it has not read fits a batch slot, with known states. Sequences with k = 0 may share a captured
@@ -123,7 +127,7 @@ class CapturedHead(CapturedDrafter):
         return grow
 
     def _growth(self, graph: GraphState) -> _ChainGrowth | _TreeGrowth:
-        if self._chains:
+        if graph.trees is None:
             return _ChainGrowth(self._head, self._layout, self._rows_of, graph, self._vocabulary)
         return _TreeGrowth(self._head, self._layout, self._rows_of, graph)
 
@@ -182,13 +186,13 @@ class StoredStates(HiddenStateReader):
 
 
 def _accepted_rows(graph: GraphState, states: Tensor, most: int) -> Tensor:
-    """Those of a step's rows [R, F] that became text, by batch slot [B, n, F]; of a chain all."""
+    """Those of a step's rows [R, F] that became text, by batch slot [B, n, F]; of a chain all that can have."""
     if graph.shared is not None and graph.trees is not None:
         starts, last = graph.shared.table.starts[:-1, None], graph.shared.rows - 1  # a slot without rows has any
         return states[(starts + graph.trees.taken[:, :most]).clamp(max=last).long()]
     rows = states.view(graph.size, graph.k + 1, -1)
     if graph.trees is None:
-        return rows
+        return rows[:, :most]
     taken = graph.trees.taken[:, :most].long()
     return rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
 

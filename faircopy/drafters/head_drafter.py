@@ -41,8 +41,10 @@ class HeadDrafter(Drafter):
     expensive = True  # a pass of the head per level
     skips_states = True  # unknown ones are read as zeros
 
-    def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False) -> None:
+    def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False, chains: int = 0) -> None:
+        """chains: drafts of up to so many nodes are chains instead of the head's own trees."""
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
+        self._chains = chains
         self.wants, self.layers = head.wants, len(head.layers)
         self.ranks_nodes = head.tree(1).ranked and not sampled  # what is drawn must not decide what is verified
         self._known: dict[Sequence, SequenceStates] = {}
@@ -187,7 +189,7 @@ class HeadDrafter(Drafter):
     def capture(self, num_slots: int) -> CapturedDrafter | None:
         from faircopy.drafters.captured_head import CapturedHead
 
-        return CapturedHead(self._head, self._layout, self._rows, self._known, num_slots)
+        return CapturedHead(self._head, self._layout, self._rows, self._known, num_slots, self._chains)
 
     def _readable(self, batch: Batch) -> Batch:
         """Sequences with states to read, if they get a draft now or many states wait."""
@@ -229,7 +231,8 @@ class HeadDrafter(Drafter):
 
     def _tree(self, seq: Sequence, max_nodes: int) -> Tree:
         """With rejection sampling sampled requests get a chain, each token of which is drawn."""
-        return Tree(max_nodes) if self._sampled and not seq.params.greedy else self._head.tree(max_nodes)
+        chain = max_nodes <= self._chains or (self._sampled and not seq.params.greedy)
+        return Tree(max_nodes) if chain else self._head.tree(max_nodes)
 
     def _growing(self, part: Batch, n: int) -> _GrowingTree:
         """An empty tree of one of these sequences."""

@@ -10,7 +10,7 @@ from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequen
 
 
 def sequences(count: int) -> list[Sequence]:
-    return [Sequence(n, Request((1,)), [1]) for n in range(count)]
+    return [Sequence(n, Request((1,)), [1], limit=1 << 30) for n in range(count)]
 
 
 def simulate(
