@@ -156,7 +156,7 @@ class StepCosts:
         self._level = 0.0  # 0: nothing was measured
         self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._steps = 0  # that were measured
+        self._steps = 0  # that ran, few of which are not measured
 
     @property
     def measured(self) -> bool:
@@ -186,6 +186,10 @@ class StepCosts:
             self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
         cell.add(found)
         cell.last, cell.level = self._steps, self._level
+
+    def pass_over(self) -> None:
+        """A step has run whose time is not looked at."""
+        self._steps += 1
 
     def known(self, batch: int, k: int) -> bool:
         """Whether enough steps of this kind were measured, and not too long ago."""

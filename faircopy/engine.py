@@ -307,6 +307,7 @@ class Engine:
         meter, held = self.meter, self.tables.held()
         meter.steps += 1
         meter.captured_steps += step.captured
+        meter.prompt_rows += step.prompt_rows
         meter.drafter_rows += step.read
         meter.sequence_steps += sum(bool(output.tokens) for output in outputs)
         meter.tokens_fed += step.rows

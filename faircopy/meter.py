@@ -12,6 +12,7 @@ class Meter:
     steps: int = 0
     grouped_steps: int = 0  # of these, how many ran sequences chosen for having one length
     captured_steps: int = 0  # of these, how many were captured
+    prompt_rows: int = 0  # rows of prompts that captured steps read
     sequence_steps: int = 0  # verify passes, summed over sequences
     tokens_fed: int = 0  # rows the target computed
     tokens_padded: int = 0  # of these, rows that stood for nothing

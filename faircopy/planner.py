@@ -11,25 +11,21 @@ Explicit: how sure the drafter is of a token, corrected by how often tokens of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, Acceptance, TreeGains
 from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.measured_acceptance import History
 from faircopy.progress import counted
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
-HALF_LIFE = 200.0  # drafts after which an observation counts half
-SHRINK = 8.0  # drafts of its own after which a sequence's rate counts as much as the drafter's
-PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
-PRIOR_DRAFTS = 2.0
-BINS = 10  # of confidence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
+SAMPLED = 4  # one step in so many is looked at while drafting is off: they are alike
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials: in large batches in the first one alone
 SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
@@ -48,92 +44,6 @@ APART = 128  # steps between plain ones that are measured again, of whatever siz
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
-
-
-@dataclass(slots=True)
-class Rate:
-    """A share of successes in which old observations fade."""
-
-    hits: float = PRIOR * PRIOR_DRAFTS
-    tries: float = PRIOR_DRAFTS
-
-    def add(self, hit: float) -> None:
-        fade = 0.5 ** (1.0 / HALF_LIFE)
-        self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1.0
-
-    @property
-    def value(self) -> float:
-        return self.hits / self.tries
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence."""
-
-    positions: list[Rate] = field(default_factory=list)  # given that all before it were accepted
-    own: dict[Sequence, tuple[float, float]] = field(
-        default_factory=dict
-    )  # hits, and what the drafter's rates expected
-    found: Rate = field(default_factory=lambda: Rate(PRIOR_DRAFTS))  # how often there is a draft at all
-    bins: list[Rate] = field(
-        default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
-    )
-
-    def observe(self, seq: Sequence, drafted: int, accepted: int, confidence: Seq[float] = ()) -> None:
-        """Of a draft of this length the first `accepted` tokens stood; nothing is known behind the first wrong one."""
-        hits, expected = self.own.get(seq, (0.0, 0.0))
-        for place in range(min(drafted, accepted + 1)):
-            rate, right = self._rate(place), place < accepted
-            hits, expected = hits + right, expected + rate.value
-            rate.add(right)
-            if place < len(confidence):
-                self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
-        self.own[seq] = hits, expected
-
-    def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
-        """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
-
-        found: how likely there is a draft, if not as often as before.
-        """
-        hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
-        factor = (hits + SHRINK) / (expected + SHRINK)
-        alive = min(1.0, self.found.value) if found is None else found
-        likely = []
-        for place in range(k):
-            alive *= min(0.999, self._rate(place).value * factor)
-            likely.append(alive)
-        return likely
-
-    def forget(self, seq: Sequence) -> None:
-        self.own.pop(seq, None)
-
-    def _rate(self, place: int) -> Rate:
-        while len(self.positions) <= place:
-            last = self.positions[-1].value if self.positions else PRIOR
-            self.positions.append(Rate(last * PRIOR_DRAFTS))
-        return self.positions[place]
-
-
-class TreeGains:
-    """Accepted tokens per step of trees, by their number of nodes; in between they grow with its logarithm."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Rate] = {}
-
-    @property
-    def found(self) -> tuple[tuple[int, float], ...]:
-        return tuple(sorted((nodes, rate.value) for nodes, rate in self._known.items()))
-
-    def observe(self, nodes: int, accepted: int) -> None:
-        self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
-
-    def of(self, nodes: int) -> float:
-        if not self._known:
-            return PRIOR * math.log2(1 + nodes)
-        if not nodes:
-            return 0.0
-        nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
-        return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
 
 
 @dataclass(slots=True)
@@ -262,6 +172,10 @@ class AutoLength(DraftLengths):
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
+        if seconds is not None and self._off > HOLD_OFF and self._off % SAMPLED and not any(step.batch.max_nodes):
+            self.costs.pass_over()
+            self._elapsed += seconds
+            return
         draft, batch, k = step.draft, len(step.batch), 0
         if any(step.batch.max_nodes):
             # in a step that reads a prompt, drafters may just read, too

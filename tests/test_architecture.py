@@ -34,7 +34,7 @@ LEVELS: list[set[str]] = [
     {"kernels"},
     {"layout", "sampling"},
     {"model"},
-    {"capture", "parallel", "measured_acceptance"},
+    {"capture", "parallel", "acceptance_rates", "measured_acceptance"},
     {"scheduler", "policy", "draft_length", "planner", "drafters", "verify"},
     {"papers"},
     {"replay", "strategy", "memory", "measured_costs", "requests"},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
+from faircopy.acceptance_rates import Acceptance, TreeGains
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
@@ -22,7 +23,7 @@ from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
-from faircopy.planner import Acceptance, AutoLength, TreeGains
+from faircopy.planner import AutoLength
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict

@@ -59,6 +59,7 @@ def checks() -> Iterator[Check]:
     yield "attention: rows do not know where they were packed", _packed_bits
     yield "attention: a tree's rows have a chain's bits", _tree_bits
     yield "attention: Hopper's kernel and the other", _both_kernels
+    yield "attention: texts whose spans several blocks merge", _long_texts
     yield "linear: rows do not know how many they are", _companies
     yield "linear: streamed and not", _streams
     yield "linear: pipelined and not", _pipelines
@@ -283,6 +284,8 @@ def _packed_bits(device: torch.device) -> float:
 
 CHUNKS = ((1, 6, 300, 40), (3, 650, 1100, 2100))  # queries and lengths of four sequences
 EVEN_LENGTHS = (40, 520, 1100, 5000)
+LONG_LENGTHS = (33000, 9000, 16500, 12000)
+LAUNCHES = 20
 
 
 def _both_kernels(device: torch.device) -> float:
@@ -299,6 +302,20 @@ def _both_kernels(device: torch.device) -> float:
             scene = _paged_scene(device, dtype, dim, group, *both)
             results = [_attend(scene, device, splits, **given) for splits in (None, 1)]
             wrong += not torch.equal(*results) or not results[0].isfinite().all()
+    return float(wrong)
+
+
+def _long_texts(device: torch.device) -> float:
+    """Texts of more spans than are merged at a time by Hopper's kernel, launch after launch with the same counters."""
+    if not hopper(device):
+        return 0.0
+    wrong = 0
+    for dim, group, width in ((128, 4, 1), (128, 4, 6), (64, 3, 1), (64, 3, 6)):
+        scene = _paged_scene(device, HALF, dim, group, (width,) * len(LONG_LENGTHS), LONG_LENGTHS)
+        wanted, arrived = _attend(scene, device, 1), attention.counters(device)
+        for _ in range(LAUNCHES):
+            wrong += not torch.equal(attention.attend_pages(**scene, arrived=arrived, scale=0.3), wanted)
+        wrong += bool(arrived.any())
     return float(wrong)
 
 

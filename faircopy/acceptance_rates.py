@@ -1,0 +1,101 @@
+"""What is learned of a drafter while texts are written: how likely its draft tokens are accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from faircopy.types import Sequence
+
+HALF_LIFE = 200.0  # drafts after which an observation counts half
+SHRINK = 8.0  # drafts of its own after which a sequence's rate counts as much as the drafter's
+PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
+PRIOR_DRAFTS = 2.0
+BINS = 10  # of confidence
+
+
+@dataclass(slots=True)
+class Rate:
+    """A share of successes in which old observations fade."""
+
+    hits: float = PRIOR * PRIOR_DRAFTS
+    tries: float = PRIOR_DRAFTS
+
+    def add(self, hit: float) -> None:
+        fade = 0.5 ** (1.0 / HALF_LIFE)
+        self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1.0
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.tries
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence."""
+
+    positions: list[Rate] = field(default_factory=list)  # given that all before it were accepted
+    own: dict[Sequence, tuple[float, float]] = field(
+        default_factory=dict
+    )  # hits, and what the drafter's rates expected
+    found: Rate = field(default_factory=lambda: Rate(PRIOR_DRAFTS))  # how often there is a draft at all
+    bins: list[Rate] = field(
+        default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
+    )
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int, confidence: Seq[float] = ()) -> None:
+        """Of a draft of this length the first `accepted` tokens stood; nothing is known behind the first wrong one."""
+        hits, expected = self.own.get(seq, (0.0, 0.0))
+        for place in range(min(drafted, accepted + 1)):
+            rate, right = self._rate(place), place < accepted
+            hits, expected = hits + right, expected + rate.value
+            rate.add(right)
+            if place < len(confidence):
+                self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
+        self.own[seq] = hits, expected
+
+    def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
+        """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
+
+        found: how likely there is a draft, if not as often as before.
+        """
+        hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
+        factor = (hits + SHRINK) / (expected + SHRINK)
+        alive = min(1.0, self.found.value) if found is None else found
+        likely = []
+        for place in range(k):
+            alive *= min(0.999, self._rate(place).value * factor)
+            likely.append(alive)
+        return likely
+
+    def forget(self, seq: Sequence) -> None:
+        self.own.pop(seq, None)
+
+    def _rate(self, place: int) -> Rate:
+        while len(self.positions) <= place:
+            last = self.positions[-1].value if self.positions else PRIOR
+            self.positions.append(Rate(last * PRIOR_DRAFTS))
+        return self.positions[place]
+
+
+class TreeGains:
+    """Accepted tokens per step of trees, by their number of nodes; in between they grow with its logarithm."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Rate] = {}
+
+    @property
+    def found(self) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((nodes, rate.value) for nodes, rate in self._known.items()))
+
+    def observe(self, nodes: int, accepted: int) -> None:
+        self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
+
+    def of(self, nodes: int) -> float:
+        if not self._known:
+            return PRIOR * math.log2(1 + nodes)
+        if not nodes:
+            return 0.0
+        nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
+        return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
