@@ -1,8 +1,11 @@
 """Everything about the GPU in one run: floors, kernels, passes, exactness, whole texts, and transformers.
 
 python -m benchmarks.gpu --out FOLDER [--parts kernels steps long exact speed sampling transformers] [--minutes 8]
-    [--small]
+    [--small] [--pairs bundled widened transformers] [--drafters model ngram clover] [--texts N] [--no-alone]
+    [--prompt-tokens 100 180]
 
+Part exact: --drafters runs the ways with these alone, --texts takes N prompts at most, --no-alone leaves out plain
+decoding at batch 1 and without graphs, --prompt-tokens repeats prompts up to these lengths (24 to 64 if left out).
 Results are written as they come, one JSON file per part. --small runs the whole script on tiny shapes, on any device.
 """
 
@@ -14,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -134,25 +137,33 @@ def wishes(count: int, tokens: int) -> dict[str, list[SamplingParams]]:
     return {"greedy": params(count, tokens, 0.0), "T .8": params(count, tokens, 0.8), "mixed": mixed}
 
 
+ALONE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("batch 1", {"max_batch": 1}),
+    ("eager", {"max_batch": 16, "graphs": False}),
+)
 PAIRS = {"widened": (128, 12, 96), "bundled": (512, 32, 256), "transformers": (16, 4, 24)}  # prompts, alone, tokens
 
 
 def exact(session: Session) -> Rows:
     """Texts of every way to run against plain decoding; plain decoding in a batch against plain decoding alone."""
-    for which, (count, alone, tokens) in ((which, PAIRS[which]) for which in session.args.pairs):
-        count, alone, tokens = (8, 2, 12) if session.args.small else (count, alone, tokens)
+    args = session.args
+    for which, (count, alone, tokens) in ((which, PAIRS[which]) for which in args.pairs):
+        count, alone, tokens = (8, 2, 12) if args.small else (min(count, args.texts), alone, tokens)
         if session.late:
             return
         prompts = session.prompts(count)
+        if args.prompt_tokens is not None:
+            least, most = args.prompt_tokens
+            prompts = [(prompt * most)[: least + n % (most - least + 1)] for n, prompt in enumerate(prompts)]
         wanted = wishes(count, tokens)
         llm = session.llm(which, None, k=0, max_batch=64)
         plain = {kind: texts(llm, prompts, asked) for kind, asked in wanted.items()}
-        for about, options in (("batch 1", {"max_batch": 1}), ("eager", {"max_batch": 16, "graphs": False})):
+        for about, options in ALONE if args.alone else ():
             llm = session.llm(which, None, k=0, **options)
             for kind, asked in wanted.items():
                 other = texts(llm, prompts[:alone], asked[:alone])
                 yield verdict(which, kind, {"plain": f"batch 64 against {about}"}, other, plain[kind][:alone])
-        for drafter, k, options, share in ways(which):
+        for drafter, k, options, share in (way for way in ways(which) if way[0] in args.drafters):
             if session.late:
                 return
             part = max(1, count // share)
@@ -207,12 +218,18 @@ def first_launches() -> list[str]:
 
 def counts(llm: LLM) -> dict[str, Any]:
     numbers = llm.metrics()
-    return {name: numbers[name] for name in ("steps", "acceptance", "preemptions", "tokens_per_step")}
+    wanted = ("steps", "captured_steps", "prompt_rows", "acceptance", "preemptions", "tokens_per_step")
+    return {name: numbers[name] for name in wanted}
 
 
 def verdict(which: str, kind: str, about: dict[str, Any], a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
-    same = sum(x == y for x, y in zip(a, b, strict=True))
-    return {"pair": which, "parameters": kind, **about, "identical": same, "of": len(a)}
+    """How many texts are the same; of those that are not, the number of the prompt and of the first other token."""
+    others = [n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    places = [(n, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a[n], b[n])))) for n in others]  # noqa: B905
+    return {
+        "pair": which, "parameters": kind, **about, "identical": len(a) - len(others), "of": len(a),
+        **({"others": places} if places else {}),
+    }  # fmt: skip
 
 
 def speed(session: Session) -> Rows:
@@ -379,6 +396,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement is begun after this")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(PAIR), help="for steps")
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS), help="for exact")
+    parser.add_argument("--drafters", nargs="+", default=["model", "ngram", "clover"], help="for exact")
+    parser.add_argument("--texts", type=int, default=512, help="for exact, of each kind at most")
+    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="for exact")
+    parser.add_argument("--prompt-tokens", nargs=2, type=int, metavar=("LEAST", "MOST"), help="for exact")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     session = Session(args)

@@ -320,12 +320,12 @@ def queue(args: argparse.Namespace, trial: Trial, batch: int) -> Queue:
 
 
 def ways(args: argparse.Namespace) -> Iterator[tuple[str | None, int | str, dict[str, Any]]]:
-    """Plain decoding first; then each drafter with every fixed k, and with auto."""
+    """Plain decoding first; then each drafter with auto, and with every fixed k."""
     yield None, 0, {}
+    shared = {} if args.share is None else {"share_nodes": args.share}
     for drafter in args.drafters:
-        yield from ((drafter, k, {}) for k in args.fixed)
-        shared = {} if args.share is None else {"share_nodes": args.share}
         yield from ((drafter, "auto", {"quality": quality, **shared}) for quality in args.qualities)
+        yield from ((drafter, k, {}) for k in args.fixed)
 
 
 def plot(found: list[dict[str, Any]], file: str) -> None:
