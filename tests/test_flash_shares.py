@@ -96,7 +96,7 @@ class Launch:
             "gl": language, "_END": END, "_WHOLE": WHOLE, "_copy_block": self.copy_block, "_extend": self.extend,
             "_put": self.put, "_empty": lambda *args: ((), (), ()), "_query": self.begin_tile, "_finish": self.finish,
             "_merge": lambda m, total, acc, m_new, total_new, new, layout: (m, total, (*acc, new) if new else acc),
-            "_merge_spans": self.merge_spans, "_PATIENCE": 2, "_LEAVES": flash.LEAVES, "mbarrier": self,
+            "_merge_spans": self.merge_spans, "_PATIENCE": 2, "_DONE": flash.DONE, "mbarrier": self,
         }  # fmt: skip
         for name in (
             "_tile",
@@ -108,7 +108,7 @@ class Launch:
             "_unit",
             "_rows",
             "_block_of",
-            "_merge_together",
+            "_merge_among_blocks",
             "_merge_shared",
             "_copy",
             "_multiply",
@@ -190,7 +190,7 @@ class Scene:
     def shared(self) -> Launch:
         """All programs, one after the other; each copies what it reads."""
         launch, tiles = Launch(len(self.programs)), len(self.positions)
-        functions, counters = launch.functions(), torch.zeros(4 * tiles * self.heads, dtype=INT)
+        functions, counters = launch.functions(), torch.zeros(2 * tiles * self.heads, dtype=INT)
         given = self._tensors()
         for launch.program in self.programs:
             self._run(launch, functions, given, Pointer(counters))

@@ -20,7 +20,7 @@ from faircopy.kernels.gpu.launch import begin, launched, options, power, process
 from faircopy.kernels.gpu.pages import END, PATH, SPAN, PagePlan, block_length
 
 PARTS_LIMIT = 256 << 20  # bytes of spans' states held outside registers at most
-COUNTERS = 8192  # four for each tile and key head that programs share
+COUNTERS = 4096  # two for each tile and key head that programs share
 
 
 @triton.jit

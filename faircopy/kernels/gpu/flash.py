@@ -56,13 +56,13 @@ SLOTS = 4  # blocks of keys or values in shared memory
 MERGED = (4, 16)  # queries whose spans are merged at a time, and spans that are read at once to be merged,
 MERGED_TALL = (16, 4)  # and in the registers of warps that multiply tall tiles
 PATIENCE = 1 << 12  # looks at a counter, of about a microsecond each, before a block leaves its rows to the last one
-LEAVES = 1 << 16  # what a block adds to a tile's counter of spans when it will not look at it again
+DONE = 1 << 16  # what a block adds to a tile's counter of spans when it will not look at it again
 TILES = 128  # whose rows a block looks at together when it finds its share
 LANES = 4  # of a tree, whose keys and values are in shared memory at once
 WHOLE = 5  # key blocks of a tile up to which one block takes all of them: merging its spans would take longer
 _WHOLE = gl.constexpr(WHOLE)
 _PATIENCE = gl.constexpr(PATIENCE)
-_LEAVES = gl.constexpr(LEAVES)
+_DONE = gl.constexpr(DONE)
 _END = gl.constexpr(END)
 _LANES = gl.constexpr(LANES)
 _TAIL = gl.constexpr(TAIL)
@@ -513,7 +513,7 @@ def _merge_spans(
 
 
 @gluon.jit
-def _merge_together(
+def _merge_among_blocks(
     out, parts, stats, counters, rows, ranges, seqs, positions, sinks, window, blocks, spans, even, tile, head, at,
     start, in_all, there,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, Q: gl.constexpr, QP: gl.constexpr, BN: gl.constexpr,
@@ -536,19 +536,20 @@ def _merge_together(
     others = gl.minimum(last_of - first_of, before)  # stretches without a key block are none
     if (high - low > TOGETHER) & (others > 0) & (gl.program_id(0) <= last_of):
         chunks: gl.constexpr = -(-Q * (HEADS // KV) // CHUNK)
-        counter, looks = counters + 4 * (tile * KV + head), 0
-        while (there < high - low) & (looks < _PATIENCE):
-            there = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") % _LEAVES
-            looks += 1
-        if there == high - low:
-            _merge_spans(
-                parts, stats, out, sinks, tile, head, rows, spans, low, high,
-                gl.minimum(gl.program_id(0) - first_of, gl.maximum(start - at, 0)), chunks, others + 1,
-                HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
-            )  # fmt: skip
-        else:
-            gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu")
-        if gl.atomic_add(counter, _LEAVES, sem="acq_rel", scope="gpu") // _LEAVES == others:
+        counter, looks = counters + 2 * (tile * KV + head), 0
+        begin = gl.minimum(gl.program_id(0) - first_of, gl.maximum(start - at, 0))
+        if begin < chunks:  # of few rows there are none for some blocks
+            while (there < high - low) & (looks < _PATIENCE):
+                there = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") % _DONE
+                looks += 1
+            if there == high - low:
+                _merge_spans(
+                    parts, stats, out, sinks, tile, head, rows, spans, low, high, begin, chunks, others + 1,
+                    HEADS, KV, D, Q, CHUNK, TOGETHER, SINKS, WARPS,
+                )  # fmt: skip
+            else:
+                gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu")
+        if gl.atomic_add(counter, _DONE, sem="acq_rel", scope="gpu") // _DONE == others:
             if gl.atomic_add(counter + 1, 0, sem="acquire", scope="gpu") > 0:
                 _merge_spans(
                     parts, stats, out, sinks, tile, head, rows, spans, low, high, 0, chunks, 1,
@@ -570,7 +571,7 @@ def _merge_shared(
     rows, are merged by the block that counts the last one, others by all blocks that share the tile: it is where their
     stretches begin or end. in_all: see _share."""
     if (in_all > 0) & (at < end):
-        together: gl.constexpr = Q * (HEADS // KV) > CHUNK
+        MANY: gl.constexpr = Q * (HEADS // KV) > CHUNK  # rows for more than one block
         if PDL:
             gdc_wait()  # counters are those of the kernel before until then
         first_tile, first_head, first_at, first_there, start = tile, head, at - offset, 0, at
@@ -589,10 +590,10 @@ def _merge_shared(
                 block = upto
             if left > 0:
                 low, high = first // SPAN, (stop + SPAN - 1) // SPAN
-                counter = counters + 4 * (tile * KV + head)
+                counter = counters + 2 * (tile * KV + head)
                 mbarrier.wait(left_spans.index(gl.where(offset > 0, 0, 1)), 0)
-                last_there = gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") % _LEAVES + left
-                if (last_there == high - low) & ((high - low <= TOGETHER) | (not together)):
+                last_there = gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") % _DONE + left
+                if (last_there == high - low) & ((high - low <= TOGETHER) | (not MANY)):
                     gl.store(counter, 0)
                     _merge_spans(
                         parts, stats, out, sinks, tile, head, rows, spans, low, high, 0,
@@ -604,10 +605,10 @@ def _merge_shared(
             if tile == tiles:
                 tile -= tiles
                 head += 1
-        if together:
+        if MANY:
             last_tile, last_head = gl.where(tile == 0, tiles, tile) - 1, gl.where(tile == 0, head - 1, head)
             for n in range(gl.where(last_at == first_at, 1, 2)):
-                _merge_together(
+                _merge_among_blocks(
                     out, parts, stats, counters, rows, ranges, seqs, positions, sinks, window, blocks, spans, even,
                     gl.where(n == 0, last_tile, first_tile), gl.where(n == 0, last_head, first_head),
                     gl.where(n == 0, last_at, first_at), start, in_all, gl.where(n == 0, last_there, first_there),
@@ -727,7 +728,7 @@ def _multiply(
                     gl.thread_barrier()
                     if TALL:
                         low, high = first // SPAN, (stop + SPAN - 1) // SPAN
-                        counter = counters + 4 * (tile * KV + head) + PART
+                        counter = counters + 2 * (tile * KV + head) + PART
                         if gl.atomic_add(counter, left, sem="acq_rel", scope="gpu") + left == high - low:
                             gl.store(counter, 0)
                             _merge_spans(
@@ -869,7 +870,7 @@ def attend(
     (rows, heads, d), kv, (tiles, height) = out.shape, keys.shape[1], plan.rows.shape
     bn, sinks, window = block_length(d, keys.element_size()), numbers[0], numbers[3]
     spans, places = -(-plan.blocks * bn // SPAN), height * (heads // kv)
-    parted = 1 < spans <= limit // (rows * heads * d * 4) and 4 * tiles * kv <= arrived.numel() and rows <= GRAPH_ROWS
+    parted = 1 < spans <= limit // (rows * heads * d * 4) and 2 * tiles * kv <= arrived.numel() and rows <= GRAPH_ROWS
     lines = rows * heads * spans if parted else 0
     parts, stats = (torch.empty(lines, n, dtype=torch.float32, device=out.device) for n in (d, 2))
     units = tiles * kv * (spans if parted else 1)
