@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ SHRINK = 8.0  # drafts of its own after which a sequence's rate counts as much a
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
 BINS = 10  # of confidence
+HOPE = 3.0  # a tree that was seen this often may accept twice as many tokens as it did
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class Acceptance:
 
 
 class TreeGains:
-    """Accepted tokens per step of trees, by their number of nodes; in between they grow with its logarithm."""
+    """Accepted tokens per step of trees, by their number of nodes."""
 
     def __init__(self) -> None:
         self._known: dict[int, Rate] = {}
@@ -93,9 +95,16 @@ class TreeGains:
         self._known.setdefault(nodes, Rate(1.0, 1.0)).add(accepted)
 
     def of(self, nodes: int) -> float:
+        """What trees may bring: those that were seen seldom more than they did, so that they are seen again."""
         if not self._known:
             return PRIOR * math.log2(1 + nodes)
         if not nodes:
             return 0.0
-        nearest = min(self._known, key=lambda known: abs(math.log(known / nodes)))
-        return self._known[nearest].value * math.log(1 + nodes) / math.log(1 + nearest)
+        known = {size: rate.value * (1.0 + HOPE / rate.tries) for size, rate in self._known.items()}
+        return tree_gain(known, nodes)
+
+
+def tree_gain(known: Mapping[int, float], nodes: int) -> float:
+    """Accepted tokens of a tree, by the nearest known number of nodes: they grow with its logarithm."""
+    nearest = min(known, key=lambda size: abs(math.log(size / nodes)))
+    return known[nearest] * math.log(1 + nodes) / math.log(1 + nearest)

@@ -182,9 +182,10 @@ def build_engine(
     sampled = config.verifier == "rejection"
     pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None  # of all graphs: they take turns
     draft_layouts: tuple[Layout, ...] = ()
+    chains = 0
     if isinstance(draft, Head):
         pages = strategy.pages(tables, draft, config, suite)
-        chains = _chain_nodes(draft, config, target.device)
+        chains = _chain_nodes(target, draft, config)
         drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled, chains), (pages,)
     elif draft is not None:
         layout = strategy.layout(tables, draft, config, True, suite)
@@ -201,7 +202,7 @@ def build_engine(
     steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured, room)
+    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured, room, chains)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     policy = strategy.policy(config, None if captured is None else captured.interrupts)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
@@ -212,8 +213,14 @@ def build_engine(
 
 
 def _draft_lengths(
-    target: Model, draft: Model | Head | None, config: EngineConfig, captured: CapturedRunner | None, room: Room
+    target: Model,
+    draft: Model | Head | None,
+    config: EngineConfig,
+    captured: CapturedRunner | None,
+    room: Room,
+    chains: int,
 ) -> DraftLengths:
+    """As the configuration says. chains: nodes up to which a head's drafts are chains although it grows trees."""
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     if config.law:
         tokens = min(target.context, config.planned_tokens or LAW_CONTEXT)
@@ -221,15 +228,17 @@ def _draft_lengths(
         return BatchLength(roof.law.k, most, config.max_batch)
     if not config.auto:
         return FixedLength(config.k)
-    chains = _chain_nodes(draft, config, target.device) if isinstance(draft, Head) else 0
     return AutoLength(most, config.quality, cost_table(target, draft, config), room, chains)
 
 
-def _chain_nodes(head: Head, config: EngineConfig, device: torch.device) -> int:
-    """Nodes up to which a draft head's drafts are chains: with k="auto" on a GPU, where trees take longer, and as far
-    as the head's levels fill them but for one node."""
-    chains = config.auto and device.type == "cuda" and not config.share_nodes
-    return min(AUTO_CHAIN, head.levels + 1) if chains else 0
+def _chain_nodes(target: Model, head: Head, config: EngineConfig) -> int:
+    """Nodes up to which the drafts of a head that grows trees are chains: with k="auto" on a GPU, where attention of
+    trees takes longer. One node more than the head has levels stays empty; a chain's rows are one tile."""
+    if not (config.auto and head.grows_trees and target.device.type == "cuda") or config.share_nodes:
+        return 0
+    from faircopy.replay import nodes_in_a_tile
+
+    return min(AUTO_CHAIN, head.levels + 1, nodes_in_a_tile([*target.layers, *head.layers]))
 
 
 def _room(drafter: Drafter, config: EngineConfig, device: torch.device) -> Room:

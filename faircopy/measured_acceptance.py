@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from faircopy.acceptance_rates import tree_gain
 from faircopy.cache import KeptTable
 from faircopy.errors import CheckpointError
 from faircopy.model.anatomy import identity
@@ -22,23 +23,25 @@ class History:
     drafts: int
     rates: tuple[float, ...] = ()  # of chains: how often each place was right where all before it were
     trees: tuple[tuple[int, float], ...] = ()  # (nodes, accepted tokens)
+    chains: int = 0  # nodes up to which drafts are chains, of a drafter that grows trees beside them
 
     def accepted(self, nodes: int) -> float | None:
         """Tokens of a draft of this many nodes that are likely to be accepted; None: nothing is known of its kind."""
-        if self.trees and nodes:
-            near, gain = min(self.trees, key=lambda known: abs(math.log(known[0] / nodes)))
-            return gain * math.log(1 + nodes) / math.log(1 + near)
+        if nodes > self.chains and self.trees:
+            return tree_gain(dict(self.trees), nodes)
         if not self.rates:
             return None
-        rates = [*self.rates, *[self.rates[-1]] * nodes][:nodes]
-        return math.fsum(math.prod(rates[: place + 1]) for place in range(nodes))
+        chain = min(nodes, self.chains or nodes)
+        rates = [*self.rates, *[self.rates[-1]] * chain][:chain]
+        gain = math.fsum(math.prod(rates[: place + 1]) for place in range(chain))
+        return gain if chain == nodes else tree_gain({chain: gain}, nodes)
 
 
 def keep_history(target: str, drafter: str, history: History) -> None:
     """Keep what was learned, if both were read from files, or the drafter needs none."""
     key = _key(target, drafter)
     if key is not None and history.drafts >= ENOUGH:
-        _KEPT.put(key, {"drafts": history.drafts, "rates": history.rates, "trees": history.trees})
+        _KEPT.put(key, asdict(history))
 
 
 def known_history(target: str, drafter: str) -> History | None:
@@ -52,7 +55,7 @@ def _history(kept: Any) -> History | None:
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = tuple(min(1.0, max(0.0, float(rate))) for rate in kept["rates"])
         trees = tuple((max(1, int(nodes)), max(0.0, float(gain))) for nodes, gain in kept["trees"])
-        return History(int(kept["drafts"]), rates, trees)
+        return History(int(kept["drafts"]), rates, trees, max(0, int(kept.get("chains", 0))))
     return None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, Acceptance, TreeGains
+from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, Acceptance, TreeGains, tree_gain
 from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.measured_acceptance import History
@@ -60,14 +60,14 @@ class Trial:
         return self.steps >= self.length or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
 
 
-def new_trial(seqs: list[Sequence], k: int, most: int) -> Trial:
+def new_trial(seqs: list[Sequence], k: int, newcomers_at_most: int) -> Trial:
     """A trial with those of whose text the drafter has to read least, and which go on for a few steps.
 
-    Of a large batch only with those that come in now, if there are any, `most` of them, and for more steps if they are
-    few: a draft head has the states of their prompts, and none of what was written while it was off.
+    Of a large batch only with those that come in now, if there are any, and for more steps if they are few: a draft
+    head has the states of their prompts, and none of what was written while it was off.
     """
     lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
-    newcomers = [seq for seq in lasting if not seq.output][:most]
+    newcomers = [seq for seq in lasting if not seq.output][:newcomers_at_most]
     if newcomers and len(seqs) > TRIED:
         return Trial(frozenset(newcomers), min(LONGEST_TRIAL, TRIAL * -(-TRIED // len(newcomers))))
     return Trial(frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED] or seqs), TRIAL)
@@ -158,7 +158,7 @@ class AutoLength(DraftLengths):
     @property
     def history(self) -> History | None:
         tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
-        return History(self._drafts, tuple(tried), self._trees.found) if self._drafts else None
+        return History(self._drafts, tuple(tried), self._trees.found, self._chains) if self._drafts else None
 
     def room(self, k: int, batch: int) -> int:
         return max(k, min(self._room(k, batch), self._max_k))
@@ -341,12 +341,16 @@ class AutoLength(DraftLengths):
     def _needs_reference(self, batch: int) -> bool:
         """Whether a few plain steps should run, between drafted ones too: what drafts gain is known against those.
 
+        Where a table has timed whole steps, a batch begins with drafts, and plain steps follow later; at once if no
+        plain steps were measured and drafted ones do not take what the table says.
+
         Where all steps read prompts, none can be measured, and that is given up for a while.
         """
         size = bucket(batch)
         tried = self.costs.tried(batch, 0)
         soon = self._since_reference < APART and size not in self._asked
-        trusted = tried < REFERENCE and self.costs.table.captured(batch, 0) and self.costs.steps_of(batch) < SETTLED
+        new = tried < REFERENCE and self.costs.steps_of(batch) < SETTLED
+        trusted = new and self.costs.table.captured(batch, 0) and self.costs.as_expected
         if self.costs.known(batch, 0) or trusted or (tried >= REFERENCE and soon):
             self._asked.pop(size, None)
             return False
@@ -396,24 +400,25 @@ class AutoLength(DraftLengths):
         return self._gain([self.acceptance.survival(seq, k) for seq in seqs], k) > PROMISING * len(seqs)
 
     def _try(self, seqs: list[Sequence], reason: str) -> None:
-        """Begin a trial, if what it costs may be lost."""
+        """Begin a trial if what it costs may be lost: in captured steps of all newcomers, else of a few."""
         batch = len(seqs)
         k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         allowed = self._allowed(batch, 0 if self._drafts and batch > TRIED else START)
-        for most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
-            trial = new_trial(seqs, k, most)
-            if self._until_read(seqs, trial) + trial.length * self._dearer(batch, k) < allowed:
+        for newcomers_at_most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
+            trial = new_trial(seqs, k, newcomers_at_most)
+            if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k) < allowed:
                 self._wait = min(PROBE, 2 * self._wait)
                 self.k, self._trial, self._since_probe = k, trial, 0
                 self._row = self._worth = 0.0
                 self.reason = reason
                 return
 
-    def _until_read(self, seqs: list[Sequence], trial: Trial) -> float:
-        """Seconds in which a drafter reads the texts of a trial, and what they gain until all prompts are read."""
+    def _reading_for(self, trial: Trial, seqs: list[Sequence]) -> float:
+        """Seconds in which the drafter reads for a trial: its texts, and a token of each in every pass that the
+        prompts of the whole batch take meanwhile."""
         table = self.costs.table
-        unread, most = sum(len(seq.tokens) for seq in seqs if not seq.output), table.target.largest
-        return self._reading(trial.seqs) + unread // most * table.reading(len(trial.seqs)) * self.costs.level
+        passes = sum(len(seq.tokens) for seq in seqs if not seq.output) // table.target.largest
+        return self._reading(trial.seqs) + passes * table.reading(len(trial.seqs)) * self.costs.level
 
     def _dearer(self, batch: int, k: int) -> float:
         """Seconds that a drafted step takes beyond a plain one; by the table, if none was measured of late."""
@@ -473,7 +478,9 @@ class AutoLength(DraftLengths):
         """Draft tokens of all sequences that are likely to be accepted."""
         if self._grows_trees and k > self._chains:
             return len(survivals) * self._trees.of(k)
-        return sum(sum(survival[:k]) for survival in survivals)
+        chain = min(k, self._chains or k)
+        gain = sum(sum(survival[:chain]) for survival in survivals)
+        return gain if chain == k else tree_gain({chain: gain}, k)  # no tree is known yet
 
     def _price(self, batch: int, k: int, rate: float) -> None:
         """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from faircopy.types import Sequence
 
-FEW_ROWS = 48  # of prompts, that the smallest captured step that reads any has room for, about
+SMALL_STEP_ROWS = 48  # rows of prompts that the smallest captured step that reads prompts has room for, about
 ONE_MORE = 32  # places of a batch from which on one more sequence is waited for, if such a step has room for it
 MOST_HELD = 16  # choices for which new sequences are held back at most
 Cached = Callable[[Sequence], int]  # how many of a sequence's tokens have keys
@@ -53,7 +53,7 @@ class FirstCome:
         if self._interrupts is None or self._interrupts(waiting[0]):
             return self._together
         more = waiting[: self._few + 1] if self._batch >= ONE_MORE else []
-        return max(self._few, sum(count <= FEW_ROWS for count in accumulate(len(seq.tokens) for seq in more)))
+        return max(self._few, sum(count <= SMALL_STEP_ROWS for count in accumulate(len(seq.tokens) for seq in more)))
 
 
 def reading(seq: Sequence, cached: Cached) -> bool:

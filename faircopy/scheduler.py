@@ -45,7 +45,7 @@ class CaptureRule(Protocol):
         """Rows of a new sequence's prompt; None: captured steps do not read it. drafted: if the drafter does, too."""
 
     def slots_behind(self, seqs: list[Sequence]) -> int:
-        """Batch slots of a step of these sequences behind the one started last."""
+        """Batch slots up to the highest one of a step of these sequences behind the one started last."""
 
     def eager_nodes(self, k: int, sequences: int) -> int:
         """Draft nodes per sequence of an eager step, of k that are wanted, while captured steps follow."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -931,3 +932,16 @@ def test_rehearsing_keeps_to_the_context(
     assert engine.target.passes is not None
     engine.target.passes.rehearse()
     assert max(seen) < context
+
+
+@pytest.mark.parametrize(("group", "levels", "nodes"), [(4, 7, 8), (4, 4, 5), (16, 7, 7), (32, 7, 3)])
+def test_chains_of_auto_fit_a_tile(group: int, levels: int, nodes: int) -> None:
+    """All rows of a chain are one tile of attention, whatever the number of heads per key head."""
+    layer = SimpleNamespace(group=group)
+    target = SimpleNamespace(device=torch.device("cuda"), layers=[layer])
+    head = SimpleNamespace(grows_trees=True, levels=levels, layers=[SimpleNamespace(group=1)])
+    auto = EngineConfig(k=24, auto=True)
+    assert build._chain_nodes(target, head, auto) == nodes
+    assert build._chain_nodes(target, head, replace(auto, share_nodes=True)) == 0
+    assert build._chain_nodes(target, SimpleNamespace(**{**vars(head), "grows_trees": False}), auto) == 0
+    assert build._chain_nodes(SimpleNamespace(**{**vars(target), "device": CPU}), head, auto) == 0

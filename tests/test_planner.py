@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -19,13 +20,14 @@ from faircopy.config import EngineConfig
 from faircopy.costs import REFERENCE, CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
 from faircopy.drafters.base import Drafter
+from faircopy.measured_acceptance import History
 from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
 from faircopy.planner import AutoLength
 from faircopy.testing import TableModel
-from faircopy.testing.simulated_steps import sequences, simulate
+from faircopy.testing.simulated_steps import Trees, sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
 from tests.helpers import CPU, assert_same, random_prompts, references, requests_of, run
 
@@ -251,6 +253,52 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
         chooser.acceptance.observe(seq, 3, 0)
     chooser._held = 100
     assert chooser.choose(seqs) == [0]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_trees_are_tried_beside_chains(batch: int) -> None:
+    """Of a head whose small drafts are chains: what larger ones bring is not that of longer chains."""
+
+    def cost(size: int, k: int) -> float:
+        return 1.0 + 0.003 * size * k + 0.03 * min(k, 7) + 0.1 * (k > 8)
+
+    lengths = (0, 1, 2, 3, 5, 8, 12, 16, 24)
+    table = CostTable(
+        Curve(((64, 1.0),), True), steps={(size, k): cost(size, k) for size in (1, 2, 4) for k in lengths}
+    )
+    for tree, least in ((0.75, 0.9), (0.5, 0.97)):  # of trees that are better, and of trees that are not
+
+        def best(rate: float, k: int) -> float:
+            return sum(rate**level for level in range(min(k, 7) + 1)) / cost(batch, k)
+
+        wanted = max(max(best(0.5, k) for k in lengths[:6]), max(best(tree, k) for k in lengths[6:]))
+        chooser = AutoLength(24, table=table, chains=8)
+        tokens, seconds, _ = simulate(chooser, 0.5, cost, 1500, batch, trees=Trees(8, 7, tree))
+        assert tokens / seconds / batch > least * wanted
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+def test_a_table_that_is_wrong_for_drafts_is_found_out_soon(factor: float) -> None:
+    """Drafted steps of a batch that begins with drafts do not tell that they cost more than the table says."""
+
+    def says(batch: int, k: int) -> float:
+        return 1.0 + 0.05 * k
+
+    table = CostTable(Curve(((64, 1.0),), True), steps={(32, k): says(32, k) for k in (0, 1, 2, 3, 5, 8)})
+    tokens, seconds, _ = simulate(
+        AutoLength(8, table=table), 0.3, lambda batch, k: says(batch, k) * (factor if k else 1.0), 600, batch=32
+    )
+    assert tokens / seconds / 32 > 0.98
+
+
+def test_kept_acceptance_tells_chains_from_trees() -> None:
+    chains = History(500, (0.8, 0.7, 0.6), chains=4)
+    assert chains.accepted(2) == pytest.approx(0.8 + 0.56) and chains.accepted(0) == 0.0
+    assert chains.accepted(24) == pytest.approx(chains.accepted(4) * math.log(25) / math.log(5))
+    both = replace(chains, trees=((24, 3.0),))
+    assert both.accepted(24) == pytest.approx(3.0) and both.accepted(3) == chains.accepted(3)
+    assert replace(both, chains=0).accepted(3) == pytest.approx(3.0 * math.log(4) / math.log(25))
+    assert History(500, trees=((24, 3.0),), chains=4).accepted(2) is None
 
 
 def test_drafting_stops_where_rows_cost_too_much() -> None:

@@ -44,9 +44,8 @@ class CapturedHead(CapturedDrafter):
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
         self._states = self.reads_hidden_states = StoredStates(head, layout, rows_of, known, num_slots)
         self.latest = self._states.rows.shape[1]
-        has_trees = not batch_trees(head.tree(1), 1, torch.device("cpu")).is_chain
-        self._chains = chains if has_trees else head.levels
-        self.max_nodes = MAX_TREE_NODES if has_trees else head.levels
+        self._chains = chains if head.grows_trees else head.levels  # nodes up to which drafts are chains
+        self.max_nodes = MAX_TREE_NODES if head.grows_trees else head.levels
         self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
 
     def tree_depth(self, k: int, room: int | None = None) -> int:
@@ -264,7 +263,8 @@ class _TreeGrowth:
         graph, trees, memory = self._graph, self._trees, memory[:, None]
         tokens, rows, expanded = graph.inputs.ids[:, :1], None, 0
         trees.reset()
-        last = min(self._head.levels, graph.k if graph.trees is None else graph.trees.deepest) - 1
+        assert graph.trees is not None, "chains grow otherwise"
+        last = min(self._head.levels, graph.trees.deepest) - 1
         if self._head.independent:
             self._run_independent(self._head.all_levels(memory.flatten(0, 1)[None], last + 1))
             return

@@ -2,6 +2,6 @@
 
 from faircopy.replay.in_flight import InFlightStep
 from faircopy.replay.passes import CapturedPasses
-from faircopy.replay.runner import CapturedRunner
+from faircopy.replay.runner import CapturedRunner, nodes_in_a_tile
 
-__all__ = ["CapturedPasses", "CapturedRunner", "InFlightStep"]
+__all__ = ["CapturedPasses", "CapturedRunner", "InFlightStep", "nodes_in_a_tile"]

@@ -35,6 +35,7 @@ from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.gpu.tables import TILE_ROWS
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.kernels.transfer import sent
+from faircopy.layout.base import LayerShape
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.rows import page_grid
 from faircopy.model.base import Model
@@ -174,7 +175,7 @@ class CapturedRunner:
         return joining_graph(bucket_for(slots, self._joining_buckets, ()), k, rows, self._warmed)
 
     def slots_behind(self, seqs: list[Sequence]) -> int:
-        """Batch slots of a step of these sequences behind the one started last."""
+        """Batch slots up to the highest one of a step of these sequences behind the one started last."""
         return max(self._assigned(seqs, self._places).values(), default=0) + 1
 
     def eager_nodes(self, k: int, sequences: int) -> int:
@@ -185,7 +186,8 @@ class CapturedRunner:
         return min(k, 1 if self._expensive_drafts else max(0, WANTED // sequences - 1))
 
     def start(self, plan: StepPlan, after: InFlightStep | None = None) -> InFlightStep:
-        """Start a captured step. After another one, sequences keep their batch slots and lengths are the device's.
+        """Start a captured step. After another one, lengths are the device's, and sequences keep their batch slots or
+        move to lower ones, see _assigned.
 
         Sequences whose prompts are not cached join: the step reads those, too. Behind another step so do those of whose
         prompts the target knows all, and the drafter not.
@@ -570,9 +572,14 @@ def _joins(seq: Sequence) -> bool:
     return fits_device(seq) and seq.params.prompt_logprobs is None
 
 
+def nodes_in_a_tile(layers: Iterable[LayerShape]) -> int:
+    """Nodes that a chain can have in captured steps: its rows are one tile."""
+    return max(1, TILE // max(shape.group for shape in layers) - 1)
+
+
 def _most_nodes(drafter: CapturedDrafter, layout: PagedLayout) -> int:
-    """Nodes that a captured step can have: a chain's rows are one tile, a tree's paths fit their table."""
-    in_a_tile = max(1, TILE // max(shape.group for shape in layout.layers) - 1)
+    """Nodes that a captured step can have: those of a chain, or of a tree whose paths fit their table."""
+    in_a_tile = nodes_in_a_tile(layout.layers)
     if drafter.max_nodes is None:
         return in_a_tile
     return min(drafter.max_nodes, PATH if drafter.tree_depth(drafter.max_nodes) else in_a_tile)

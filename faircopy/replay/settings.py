@@ -47,16 +47,16 @@ def write_settings(
     rows = {seq: known[seq] if seq in known else _settings_row(seq, of.counts.shape[1]) for seq in slots}
     table = np.zeros(of.settings.shape, np.int32)
     table[[*slots.values()]] = np.stack([*rows.values()])
+    for seq, before in moved.items():  # first: what new sequences write must not be taken for it
+        if seq.params.penalises:
+            of.counts[slots[seq]].copy_(of.counts[before])
+        if seq.params.logit_bias:
+            of.bias[slots[seq]].copy_(of.bias[before])
     for seq in new:
         if seq.params.penalises:
             _write_counts(of.counts[slots[seq]], seq)
         if seq.params.logit_bias:
             _write_bias(of.bias[slots[seq]], seq)
-    for seq, before in moved.items():
-        if seq.params.penalises:
-            of.counts[slots[seq]].copy_(of.counts[before])
-        if seq.params.logit_bias:
-            of.bias[slots[seq]].copy_(of.bias[before])
     of.settings.copy_(sent(table, torch.int32, of.settings.device))
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from faircopy.planner import AutoLength
 from faircopy.types import Batch, Decision, Draft, FinishedStep, Request, Sequence, Verdict
@@ -13,8 +14,32 @@ def sequences(count: int) -> list[Sequence]:
     return [Sequence(n, Request((1,)), [1], limit=1 << 30) for n in range(count)]
 
 
+@dataclass(frozen=True)
+class Trees:
+    """A head whose drafts of more than `chains` nodes are trees, which are right more often."""
+
+    chains: int
+    levels: int
+    rate: float  # of a tree's level
+
+    def of(self, nodes: int, rate: float) -> tuple[int, float]:
+        """Levels of a draft, and how often one is right."""
+        return min(nodes, self.levels), rate if nodes <= self.chains else self.rate
+
+    def drafts(self, lengths: list[int]) -> Draft:
+        chains = [min(nodes, self.levels) if nodes <= self.chains else 0 for nodes in lengths]
+        parents = [[*range(-1, nodes - 1)] or [-1] * length for nodes, length in zip(chains, lengths, strict=True)]
+        return Draft([[0] * len(above) for above in parents], parents)
+
+
 def simulate(
-    chooser: AutoLength, rate: float, cost: Callable[[int, int], float], steps: int = 400, batch: int = 4, seed: int = 0
+    chooser: AutoLength,
+    rate: float,
+    cost: Callable[[int, int], float],
+    steps: int = 400,
+    batch: int = 4,
+    seed: int = 0,
+    trees: Trees | None = None,
 ) -> tuple[int, float, list[int]]:
     """Tokens, seconds and lengths of an engine whose drafts are right with this chance and whose steps take
     cost(batch, k)."""
@@ -22,10 +47,11 @@ def simulate(
     chosen = []
     for _ in range(steps):
         lengths = chooser.choose(seqs)
-        accepted = [_accepted(source, length, rate) for length in lengths]
+        kinds = [(length, rate) if trees is None else trees.of(length, rate) for length in lengths]
+        accepted = [_accepted(source, *kind) for kind in kinds]
         taken = cost(batch, max(lengths))
         verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
-        draft = Draft.chains([[0] * length for length in lengths])
+        draft = Draft.chains([[0] * length for length in lengths]) if trees is None else trees.drafts(lengths)
         chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
         tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
         chosen.append(max(lengths))
