@@ -112,6 +112,30 @@ class TableClock:
         return found * (1.0 + 0.03 * self._source.gauss(0.0, 1.0))
 
 
+class StepLog:
+    """Steps by draft length and kind, and the time from the end of the step before to the end of each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._kinds: dict[tuple[int, str], list[float]] = {}
+        self._last, self._tell = time.perf_counter(), engine.draft_lengths.observe
+        engine.draft_lengths.observe = self._observe  # type: ignore[method-assign]
+
+    def _observe(self, step: FinishedStep, seconds: float | None) -> None:
+        kind = "eager" if not step.captured else "joining" if step.prompt_rows else "captured"
+        now = time.perf_counter()
+        self._kinds.setdefault((max(step.batch.max_nodes, default=0), kind), []).append(now - self._last)
+        self._last = now
+        self._tell(step, seconds)
+
+    def taken(self) -> list[dict[str, Any]]:
+        """What was seen since the last call."""
+        found, self._kinds = self._kinds, {}
+        return [
+            {"k": k, "kind": kind, "steps": len(times), "ms": 1e3 * sum(times) / len(times)}
+            for (k, kind), times in sorted(found.items())
+        ]
+
+
 def captured(table: CostTable, lengths: Iterable[int]) -> CostTable:
     """The same table with captured steps of these lengths, if its passes are captured."""
     if not table.target.stepped:
@@ -277,6 +301,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if trial.late:
             return
         llm = trial.llm(drafter, k, **options)
+        log = StepLog(llm.engine)
         for batch, (prompts, wanted) in queues.items():
             before, known = llm.metrics(), len(first_launches())
             around = [] if alone is None else trial.rates([alone, llm], prompts, wanted, batch)
@@ -290,9 +315,9 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 **({"task": args.task} if args.task else {}),
                 "batch": batch, "drafter": drafter or "none", "k": k, **options,
                 **facts(llm, before, (rate, found), (base, texts)), "first_launches": first_launches()[known:],
-                "why": llm.explain()["draft_length"],
+                **({} if args.paired else {"kinds": log.taken()}), "why": llm.explain()["draft_length"],
             }  # fmt: skip
-        del llm
+        del llm, log
 
 
 def facts(

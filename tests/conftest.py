@@ -11,9 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two processes on two core
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -35,23 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def products_of_the_interpreter() -> Iterator[None]:
-    """Triton's interpreter multiplies by way of 64 bits, as `gluon_interpreter.py` does.
-
-    numpy's library sums in an order that depends on the shape of the whole product and on the processor, so that on
-    some machines (without AVX-512) a row would have other bits beside other rows. On a GPU it does not.
-    """
+def interpreted_kernels() -> Iterator[None]:
+    """See triton_interpreter.py."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton") is not None:
-            from triton.runtime import interpreter
+            from tests import triton_interpreter
 
-            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            triton_interpreter.install(patch)
         yield
-
-
-def _dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    product = a.data.astype(np.float64) @ b.data.astype(np.float64)
-    return type(total)(product.astype(total.data.dtype) + total.data, total.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)

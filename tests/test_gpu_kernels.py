@@ -187,3 +187,20 @@ def test_a_partial_sum_is_not_rounded_and_may_have_no_rows() -> None:
     assert layer.partial(x[:0, 1:]).shape == (0, 64)
     partial = layer.partial(x[:, 1:])
     assert partial.dtype == torch.float32 and torch.equal(partial, layer.partial(x[:, 1:].clone()))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter sees it")
+def test_addresses_outside_of_a_kernels_tensors_are_errors() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(x, count, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, N)
+        tl.store(x + at, 2 * tl.load(x + at, mask=at < count), mask=at < count)
+
+    numbers = torch.ones(6)
+    double[(1,)](numbers[:5], 5, N=8)
+    assert numbers.tolist() == [2.0] * 5 + [1.0]
+    with pytest.raises(Exception, match="1 of 6 addresses lie outside"):
+        double[(1,)](numbers[:5], 6, N=8)
