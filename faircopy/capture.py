@@ -57,6 +57,11 @@ class HiddenStateReader(ABC):
     """The part of a captured drafter that reads the target's hidden states."""
 
     wants: tuple[int, ...]  # layers whose states it reads, see model.base.Taps
+    most: int  # rows per batch slot that can be unread
+
+    @abstractmethod
+    def unread(self, seq: Sequence) -> int:
+        """How many rows of a sequence are unread when it gets a batch slot."""
 
     @abstractmethod
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
@@ -240,6 +245,7 @@ class GraphState:
     shared: SharedNodes | None = None  # where all trees share their nodes
     prompts: PromptRows | None = None  # where sequences join: what the target reads of their prompts
     drafter_prompts: PromptRows | None = None  # and the drafter, if it reads anything
+    unread: int = 0  # rows per batch slot that a reader of hidden states has room for in this step
 
     @property
     def size(self) -> int:

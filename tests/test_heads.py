@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -738,6 +739,60 @@ def test_small_drafts_may_be_chains_beside_trees(
     assert max(len(tokens) for step in chains for tokens in step) == head.levels
     monkeypatch.setattr(head, "tree", Tree)
     assert [draft.tokens for draft in drafts(FixedLength(head.levels), 0)] == chains
+
+
+@pytest.mark.parametrize("method", ["clover", "eagle3"])
+def test_few_unread_rows_are_read_alone(
+    checkpoint: Callable[..., str], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that read no more rows than the step before can have left draft what those for full batch slots do."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from faircopy.replay import runner
+    from tests.test_replay import fused
+
+    folder = checkpoint("llama")
+    model, head = fused(folder), head_for(folder, load(folder), method, levels=5)
+    prompts = random_prompts(9, model.vocab, seed=6, longest=30)
+    requests = [Request(tuple(p), SamplingParams(max_tokens=20 + 3 * n), n) for n, p in enumerate(prompts)]
+    config = EngineConfig(cache_memory="8MiB", k=7, max_batch=4)
+    monkeypatch.setattr(build, "_chain_nodes", lambda *_: 3)
+
+    class Sizes(DraftLengths):
+        """Up and down, a few steps each; at times a sequence has fewer."""
+
+        lengths = (1, 3, 7)
+        calls = 0
+
+        def choose(self, seqs: Seq[Sequence]) -> list[int]:
+            self.calls += 1
+            most = (7, 3, 1, 3, 7, 1, 0)[self.calls // 5 % 7]
+            return [min(most, 1) if self.calls % 11 == seq.id else most for seq in seqs]
+
+    def drafts(few_read: int) -> tuple[list[Draft], set[tuple[int, int]]]:
+        monkeypatch.setattr(runner, "FEW_READ", few_read)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Sizes())
+        engine.warm_up()
+        assert engine.captured is not None
+        made, read, seen = dict(engine.captured._following), set[tuple[int, int]](), list[Draft]()
+        start, observe = engine.captured.start, engine.draft_lengths.observe
+
+        def started(*args: Any, **named: Any) -> Any:
+            step = start(*args, **named)
+            read.add((step.graph.k, step.graph.unread))
+            return step
+
+        engine.captured.start = started  # type: ignore[method-assign]
+        engine.draft_lengths.observe = lambda step, seconds: (seen.append(step.draft), observe(step, seconds))[1]
+        outputs = [seq.output for seq in run(engine, requests)]
+        assert outputs == plain and engine.captured._following == made, "nothing is captured on a request's time"
+        return seen, read
+
+    plain = [seq.output for seq in run(build_engine(model, config=config, suite=TWINS), requests)]
+    (few, read), (full, other) = drafts(0), drafts(1 << 20)
+    assert other == {(k, 6) for k in (0, 1, 3, 7)} and read == other | {(1, 2), (3, 4)}
+    assert [draft.tokens for draft in few] == [draft.tokens for draft in full]
+    assert sum(len(tokens) for draft in few for tokens in draft.tokens) > 100
 
 
 def test_captured_trees_with_every_sampling_parameter() -> None:

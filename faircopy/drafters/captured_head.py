@@ -43,7 +43,7 @@ class CapturedHead(CapturedDrafter):
         """chains: drafts of up to so many nodes are chains, whatever trees the head has."""
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
         self._states = self.reads_hidden_states = StoredStates(head, layout, rows_of, known, num_slots)
-        self.latest = self._states.rows.shape[1]
+        self.latest = self._states.most
         self._chains = chains if head.grows_trees else head.levels  # nodes up to which drafts are chains
         self.max_nodes = MAX_TREE_NODES if head.grows_trees else head.levels
         self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
@@ -111,7 +111,7 @@ class CapturedHead(CapturedDrafter):
 
     def plan_growth(self, graph: GraphState) -> Work:
         """Read, and draft level by level."""
-        head, count = self._head, self._states.rows.shape[1]
+        head, count = self._head, graph.unread
         unread = UnreadRows.over(self._states.read[: graph.size], count)
         parts = (part.view(-1) for part in (unread.ids, unread.positions, unread.slots))
         packed = graph.pack_rows(self._layout, count, *parts)
@@ -119,7 +119,7 @@ class CapturedHead(CapturedDrafter):
 
         def grow() -> None:
             graph.suite.place_unread(graph.batch_slots, unread, graph.page, graph.scratch)
-            states = self._states.rows[: graph.size].flatten(0, 1)
+            states = self._states.rows[: graph.size, :count].flatten(0, 1)
             memory = head.read(states[None], packed.ids[None], self._rows_of(packed))[0]
             growth.run(memory.index_select(0, unread.last))
 
@@ -142,16 +142,21 @@ class StoredStates(HiddenStateReader):
 
     def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int) -> None:
         self.wants, self._head, self._layout, self._rows_of, self._known = head.wants, head, layout, rows_of, known
+        self.most = head.levels + 1
         self.read = torch.zeros(num_slots, dtype=torch.int64, device=head.device)
-        self.rows = torch.zeros(num_slots, head.levels + 1, head.input_size, dtype=head.dtype, device=head.device)
+        self.rows = torch.zeros(num_slots, self.most, head.input_size, dtype=head.dtype, device=head.device)
+
+    def unread(self, seq: Sequence) -> int:
+        if seq.request.k == 0:
+            return 1
+        return min(self.most, len(seq.tokens) - self._layout.cached(seq))
 
     def assign(self, batch_slots: dict[Sequence, int]) -> None:
         """Load what the head has not read of each sequence, and the states before those rows."""
-        begins, found, most = [], KnownRows(), self.rows.shape[1]
+        begins, found, most = [], KnownRows(), self.most
         for n, seq in enumerate(batch_slots):
             known, end = self._known.get(seq), len(seq.tokens)
-            first = end - most  # of a head that was off for a while the step drafts nothing
-            begins.append(end - 1 if seq.request.k == 0 else max(first, self._layout.cached(seq)))
+            begins.append(end - self.unread(seq))  # of a head that was off for a while the step drafts nothing
             if known is not None:
                 known.find(begins[-1] - 1, end - 1, n * most, found)
         rows = gather_into(self.rows.new_empty(len(begins) * most, self.rows.shape[-1]), found)
@@ -161,7 +166,7 @@ class StoredStates(HiddenStateReader):
 
     def store(self, graph: GraphState, states: dict[int, Tensor]) -> None:
         """Keep the states of the rows that became text, in its order."""
-        rows = _accepted_rows(graph, self._joined(states), self.rows.shape[1])
+        rows = _accepted_rows(graph, self._joined(states), self.most)
         self.rows[: graph.size, : rows.shape[1]] = rows
         self.read[: graph.size] = graph.inputs.positions[:, 0].long() + 1
 

@@ -51,6 +51,7 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch slots
 TIMED_TOKENS = 512  # of the texts that steps are timed with
 LATEST = MAX_WORD  # tokens at the end of a text that every step may read: its last two, and those of a bad word
 FEW_ROWS = 64  # up to here more rows cost the target no more time: they are not packed
+FEW_READ = 128  # the same of a draft head's reading, which is a small share of a step: no graphs are made for fewer
 # Steps in which sequences join: rows of prompts, at least, beside those of the batch slots, and nodes per slot at most.
 JOINING = {40: 5, 160: 2}
 JOINING_BUCKETS = (8, 16, 32, 64, 128, 256)  # their batch slots: fewer sizes, since each is a graph more
@@ -126,9 +127,11 @@ class CapturedRunner:
         self._batch_slots = self._make_slots(num_slots)
         self._sampling = SamplingSlots.empty(num_slots, model.vocab, model.device)
         self._captured: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # by (batch slots, k)
+        self._following: dict[tuple[int, int], tuple[GraphState, Step]] = {}  # the same, for few unread rows
         self._joining: dict[Joining, tuple[GraphState, Step]] = {}  # steps that read prompts, too
         self._joining_buckets = [size for size in JOINING_BUCKETS if size < num_slots] + [num_slots]
         self._places: dict[Sequence, int] = {}  # batch slots of the step that was started last
+        self._unread = 0  # rows per batch slot that it leaves unread at most
         self._settings: Rows = {}  # of the sequences in batch slots
         self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
@@ -198,7 +201,7 @@ class CapturedRunner:
         moved = {seq: before[seq] for seq, slot in slots.items() if before.get(seq, slot) != slot}
         unread = [] if after is None else [seq for seq in new if self.prompt_rows(seq, seq not in plan.batch.idle)]
         joining = {seq: slots[seq] for seq in slots if not self._steady(seq) or seq in unread}
-        graph, captured = self._graph_for(plan, max(slots.values()) + 1, [*joining])
+        graph, captured = self._graph_for(plan, max(slots.values()) + 1, [*joining], self._most_unread(slots, before))
         self._turn = 1 - self._turn
         begun = self._mark()
         self._write_control(graph, slots, self._nodes_of(plan.batch, joining), new)
@@ -217,7 +220,7 @@ class CapturedRunner:
         report.copy_(graph.out, non_blocking=True)
         if any(seq.params.logprobs is not None for seq in slots):
             logprobs.copy_(graph.logprobs)
-        self._places = slots
+        self._places, self._unread = slots, self._left_unread(graph.size, plan.k)
         return InFlightStep(
             plan, slots, graph, report, logprobs, self._mark(), rows, begun, None if after is None else after.done,
             prompt_rows=self._note_joined(joining), read=read,
@@ -231,10 +234,31 @@ class CapturedRunner:
         for tensor in kept:
             tensor.index_copy_(0, new, tensor.index_select(0, old))
 
-    def _graph_for(self, plan: StepPlan, slots: int, joining: list[Sequence]) -> tuple[GraphState, Step]:
-        """The graph that this many batch slots run in, which reads the prompts of those that join."""
+    def _most_unread(self, seqs: Iterable[Sequence], before: Collection[Sequence]) -> int:
+        """Rows of one of these sequences whose hidden states the drafter has not read, at most; before: those that
+        were in the step that was started last."""
+        reader = self._drafter.reads_hidden_states
+        if reader is None:
+            return 0
+        return max(self._unread if seq in before else reader.unread(seq) for seq in seqs)
+
+    def _left_unread(self, size: int, k: int) -> int:
+        """Rows per batch slot that a step of k nodes leaves unread at most: its last token, and a path of its draft."""
+        reader = self._drafter.reads_hidden_states
+        if reader is None:
+            return 0
+        room, depth = self._room_and_depth(size, k)
+        return min(reader.most, 1 + (depth or room))
+
+    def _graph_for(self, plan: StepPlan, slots: int, joining: list[Sequence], unread: int) -> tuple[GraphState, Step]:
+        """The graph that this many batch slots run in, which reads the prompts of those that join.
+
+        unread: rows of a batch slot that the drafter has to read.
+        """
         if not joining:
-            return self._graph(self._bucket(slots, plan.k), plan.k)
+            size = self._bucket(slots, plan.k)
+            few = self._few_unread(size, plan.k)
+            return self._graph(size, plan.k) if few is None or unread > few else self._following_graph(size, plan.k)
         rows = sum(self.prompt_rows(seq, seq not in plan.batch.idle) or 0 for seq in joining)
         found = self._joining_of(slots, plan.k, rows)
         assert found is not None and found.k == plan.k, "it was planned for a graph that there is"
@@ -306,6 +330,8 @@ class CapturedRunner:
             for size in reversed(self._buckets):
                 graph, step = self._graph(self._bucket(size, nodes), nodes)
                 step.warm()
+                if self._few_unread(size, nodes) is not None:
+                    graph, step = self._following_graph(size, nodes)  # most steps are of this kind
                 if isinstance(step, OneGraphStep):
                     self.times[size, nodes] = self._time(graph, step)
             self._warmed.append(nodes)
@@ -325,6 +351,8 @@ class CapturedRunner:
         for nodes in self._sizes(lengths):
             for size in self._buckets:
                 self._make_step(self._make_state(size, nodes)).warm()
+                if self._few_unread(size, nodes) is not None:
+                    self._make_step(self._following_state(size, nodes))
         for joining in self._all_joining(lengths):
             self._make_step(self._joining_state(joining))
 
@@ -398,7 +426,8 @@ class CapturedRunner:
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
-        return bucket_for(size, self._buckets, [known for known, nodes in self._captured if nodes == k])
+        made = {*self._captured, *self._following}
+        return bucket_for(size, self._buckets, [known for known, nodes in made if nodes == k])
 
     def _make_slots(self, num_slots: int) -> BatchSlots:
         device, context = self._model.device, self._model.context
@@ -426,17 +455,38 @@ class CapturedRunner:
             self._captured[size, k] = (graph, self._make_step(graph))
         return self._captured[size, k]
 
-    def _make_state(self, size: int, k: int) -> GraphState:
+    def _few_unread(self, size: int, k: int) -> int | None:
+        """Rows per batch slot that the drafter has to read behind a step of k nodes, if a graph of its own is made for
+        that; None: reading as many rows as batch slots hold takes no longer."""
+        reader, few = self._drafter.reads_hidden_states, self._left_unread(size, k)
+        return few if k and reader is not None and few < reader.most and size * reader.most > FEW_READ else None
+
+    def _following_graph(self, size: int, k: int) -> tuple[GraphState, Step]:
+        """A step behind one of no more nodes: the drafter has few rows to read."""
+        if (size, k) not in self._following:
+            graph = self._following_state(size, k)
+            self._following[size, k] = (graph, self._make_step(graph))
+        return self._following[size, k]
+
+    def _following_state(self, size: int, k: int) -> GraphState:
+        return replace(self._make_state(size, k), unread=self._left_unread(size, k))
+
+    def _room_and_depth(self, size: int, k: int) -> tuple[int, int]:
+        """Nodes that one batch slot can have in a step of k per batch slot, and the levels of its tree; 0: a chain."""
         room = min(self._room(k, size), self.max_nodes) if k and self._drafter.tree_depth(k) else k
-        device, depth = self._model.device, self._drafter.tree_depth(k, room) if k else 0
+        return room, self._drafter.tree_depth(k, room) if k else 0
+
+    def _make_state(self, size: int, k: int) -> GraphState:
+        device, (room, depth) = self._model.device, self._room_and_depth(size, k)
         shared = SharedNodes.empty(size, room, size * k, device) if room > k else None
         inputs = StepInputs.empty(size, room + 1, device)
         trees = TreeNodes.over(self._layout.all_pools(), size, room + 1, depth) if depth else None
         out = torch.zeros(size, ReportColumns(room + 1, bool(depth)).total, dtype=torch.int32, device=device)
         slots, sampling = self._batch_slots.part(size), self._sampling.part(size)
         logprobs = LogprobReport.empty(size * (room + 1), device)
-        places = self._tables.page, self._layout.scratch
-        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, *places, trees, shared)
+        places, reader = (self._tables.page, self._layout.scratch), self._drafter.reads_hidden_states
+        unread = 0 if reader is None else reader.most
+        return GraphState(slots, sampling, inputs, out, logprobs, self._suite, *places, trees, shared, unread=unread)
 
     def _make_step(self, graph: GraphState) -> Step:
         if self._packs and graph.k and graph.rows > FEW_ROWS and graph.prompts is None:
