@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from faircopy.drafters.heads import Head
 from faircopy.engine import Engine
 from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.fair_lock import FairLock
+from faircopy.kernels.memory import collect_garbage_once
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.measured_acceptance import keep_history
 from faircopy.measured_costs import keep_costs
@@ -99,6 +101,7 @@ class LLM:
             tell(memory_line(self.model, self._memory()))
         if self._plan is not None:
             tell(self._plan.reason)
+        collect_garbage_once()
 
     @property
     def tokenizer(self) -> Any | None:
@@ -239,6 +242,8 @@ class LLM:
         with self._lock:
             begin, before = time.perf_counter(), _reserved_bytes(self.model.device)
             self.engine.warm_up()
+            if self.model.device.type == "cuda":
+                gc.collect()  # compilers leave much; Python would look for it in the middle of a text
             if self.engine.costs.target.points:
                 keep_costs(self.model, self._draft, self.engine.costs)
             taken = time.perf_counter() - begin

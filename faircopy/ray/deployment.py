@@ -31,6 +31,7 @@ from starlette.responses import Response, StreamingResponse
 
 from faircopy.config import EngineConfig, refuse_unknown
 from faircopy.errors import ConfigError
+from faircopy.kernels.memory import keep_all_objects
 from faircopy.llm import LLM
 from faircopy.ray.asgi import Head, Headers, call
 from faircopy.ray.router import PrefixRouter
@@ -106,6 +107,7 @@ class Replica:
         llm = make()
         llm.warm_up()
         self._app = create_app(llm, config)
+        keep_all_objects()
         self._service, self._started = self._app.state.service, False
 
     async def answer(self, method: str, path: str, headers: Headers, body: Json | bytes) -> AsyncIterator[Head | bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from faircopy.errors import ConfigError
+from faircopy.kernels.memory import keep_all_objects
 from faircopy.llm import LLM
 
 
@@ -39,6 +40,7 @@ def serve(llm: LLM, log_format: str, log_level: str, api_keys: Path | None, **op
     check_port(config.host, config.port)
     logs.set_up(log_format, log_level)
     llm.warm_up()
+    keep_all_objects()
     server = make_server(llm, config)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # uvicorn raises it again at the end: a traceback of every open stream
     server.run()
