@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
@@ -132,14 +132,15 @@ class _Cell:
         return not self.level / DRIFT <= level <= self.level * DRIFT
 
     def add(self, found: float) -> None:
-        """The median of the first few, so that a slow moment does not decide; then a running average.
+        """The median of the first few (of two the faster one), so that one slow step does not decide; then a running
+        average.
 
         Of a kind that is measured anew the old factor stays until there are a few.
         """
         if len(self.first) < FIRST:
             self.first.append(found)
             if self.count <= FIRST or len(self.first) >= REFERENCE:
-                self.factor = median(self.first)
+                self.factor = median_low(self.first)
         else:
             self.factor += max(SMOOTHING, 1.0 / self.count) * (found - self.factor)
 

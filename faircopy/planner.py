@@ -119,6 +119,7 @@ class AutoLength(DraftLengths):
         self._trial: Trial | None = None
         self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
         self._forgiven = 0.0  # plain steps that slow moments have cost
+        self._stalled = False  # one step took longer than that allows
         self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
@@ -186,8 +187,8 @@ class AutoLength(DraftLengths):
                 return
             k = _paid_length(step)
         if seconds is not None:
+            self._book(step, k, seconds)  # against what was expected before it ran
             self.costs.observe(batch, k, batch + sum(map(len, draft.tokens)), seconds)
-            self._book(step, k, seconds)
         elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
             beside = self._beside_prompts(step, k)
@@ -198,7 +199,9 @@ class AutoLength(DraftLengths):
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
         """What a step saved or cost against plain decoding.
 
-        One slow moment at the beginning would keep a good drafter off for long: a few are forgiven.
+        A slow step at the beginning would keep a good drafter off for long. So steps that take longer than expected
+        count as SLOW times the expected time: as far as FORGIVEN allows, and once however long the step was, as one
+        is in which Python collects garbage.
         """
         batch = len(step.batch)
         if k and batch:
@@ -207,6 +210,8 @@ class AutoLength(DraftLengths):
             if 0.0 < excess < (FORGIVEN - self._forgiven) * plain:
                 self._forgiven += excess / plain
                 seconds -= excess
+            elif excess > 0.0 and not self._stalled:
+                self._stalled, seconds = True, seconds - excess
             self._saved += gained * plain / batch - seconds
         self._elapsed += seconds
 

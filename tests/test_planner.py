@@ -112,13 +112,17 @@ def test_drafts_that_become_dearer_are_told_from_a_slower_machine(table: CostTab
     assert sum(k > 0 for k in simulate(chooser, 0.6, cost, steps=2000)[2]) > 1000, "it is found out again"
 
 
-def test_one_slow_step_does_not_switch_a_good_drafter_off() -> None:
-    slow = iter([False] * 4 + [True])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("longer", [20.0, 200.0])
+@pytest.mark.parametrize("when", [0, 1, 2, 5, 40])
+def test_one_slow_step_does_not_switch_a_good_drafter_off(when: int, longer: float, batch: int) -> None:
+    """However slow it is, and however few drafted steps were measured before it."""
+    slow = iter([False] * when + [True])
 
     def cost(batch: int, k: int) -> float:
-        return 1.0 + 0.1 * k + (30.0 if k and next(slow, False) else 0.0)
+        return 1.0 + 0.1 * k + (longer if k and next(slow, False) else 0.0)
 
-    chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.8, cost, batch=1)[2]
+    chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.8, cost, batch=batch)[2]
     assert sum(k > 0 for k in chosen[50:]) > 300
 
 
