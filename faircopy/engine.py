@@ -69,7 +69,8 @@ class Engine:
         self._stages = stages
         self._under_way: deque[EagerStep] = deque()  # eager steps that have begun, oldest first
         self._early: list[Output] = []  # of steps that had to end before they were asked for
-        self._last_end = 0.0  # of an eager step
+        self._last_end = 0.0  # of an eager step's pass
+        self._afterwards = 0.0  # seconds from there to the end of the step: committing, and learning from it
         self._rows_read = 0  # by the drafter, up to the end of the last eager step
         self._pace = Pace()
         self._next_id = 0
@@ -185,12 +186,13 @@ class Engine:
         """Advance some sequences by at least one token each; return what is new."""
         if self._stages > 1:
             return self._pipelined_step()
+        begin = time.perf_counter()
         plan = self._plan()
         self._forget_departed()
         if not plan.seqs:
             return []
         try:
-            return self._captured_step(plan) if plan.captured else self._end(self._begin(plan))
+            return self._captured_step(plan) if plan.captured else self._eager_step(plan, begin)
         except BaseException:  # an interrupt too: what was cached but not appended must not count as cached
             self._in_flight = None
             self._pace.stop()
@@ -216,7 +218,7 @@ class Engine:
                 self._forget_departed()
                 if not plan.seqs:
                     break
-                self._under_way.append(self._begin(plan))
+                self._under_way.append(self._begin(plan, time.perf_counter()))
             if self._under_way:
                 self._early += self._end(self._under_way.popleft())
         except BaseException:
@@ -245,8 +247,14 @@ class Engine:
             self._in_flight = None  # the next step runs behind it
         return self.scheduler.schedule() if self._in_flight is None else self._in_flight.plan
 
-    def _begin(self, plan: StepPlan) -> EagerStep:
-        batch, begin = plan.batch, time.perf_counter()
+    def _eager_step(self, plan: StepPlan, begin: float) -> list[Output]:
+        """begin: of planning. What the engine did behind the pass of the step before is counted in this one's time."""
+        outputs = self._end(self._begin(plan, begin - self._afterwards))
+        self._afterwards = time.perf_counter() - self._last_end
+        return outputs
+
+    def _begin(self, plan: StepPlan, begin: float) -> EagerStep:
+        batch = plan.batch
         idle = all(seq in batch.idle for seq in batch.seqs)
         draft = Draft.empty(len(batch)) if idle else self._drafted(plan)
         states = not (idle and self.drafter.skips_states and self.draft_lengths.off_for_long)
