@@ -15,11 +15,13 @@ FIRST = 5  # measurements of a kind of which the median counts
 NEAR = 3  # steps of a kind after which the level follows it
 STALE = 200  # steps after which a kind that has not run is measured anew,
 STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
-STALE_DRIFTED = 64  # and plain ones where the level has moved by DRIFT since
+STALE_DRIFTED = 64  # plain ones where the level has moved by DRIFT since,
+STALE_NEW = 16  # and eager plain ones that were measured once: an engine's first steps are slow
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
 DRIFT = 1.15  # up or down
+OUTLIER = 2.0  # what takes more than this many times as long as expected counts as much as that
 REFERENCE = 3  # plain steps that say what plain decoding takes
 
 
@@ -123,6 +125,7 @@ GUESSED = CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False)  # its shape i
 class _Cell:
     factor: float = 1.0  # measured over expected, with the level taken out
     count: int = 0
+    fresh: int = 0  # of them, since it was last measured anew
     first: list[float] = field(default_factory=list)
     last: int = 0  # the number of its last step, of all steps
     level: float = 0.0  # at that time
@@ -137,12 +140,17 @@ class _Cell:
 
         Of a kind that is measured anew the old factor stays until there are a few.
         """
+        self.fresh += 1
         if len(self.first) < FIRST:
             self.first.append(found)
             if self.count <= FIRST or len(self.first) >= REFERENCE:
                 self.factor = median_low(self.first)
         else:
-            self.factor += max(SMOOTHING, 1.0 / self.count) * (found - self.factor)
+            self.factor += max(SMOOTHING, 1.0 / self.fresh) * (min(found, OUTLIER * self.factor) - self.factor)
+
+    def measure_anew(self) -> None:
+        self.first.clear()
+        self.fresh = 0
 
 
 class StepCosts:
@@ -182,9 +190,9 @@ class StepCosts:
         if cell.count == 1 and found > SLOW_START:
             return  # it may have compiled or captured something
         if self._stale(cell, k):
-            cell.first.clear()
+            cell.measure_anew()
         elif len(cell.first) >= NEAR:
-            self._level *= 1.0 + LEVELLING * (min(2.0, found / cell.factor) - 1.0)
+            self._level *= 1.0 + LEVELLING * (min(OUTLIER, found / cell.factor) - 1.0)
         cell.add(found)
         cell.last, cell.level = self._steps, self._level
 
@@ -205,11 +213,14 @@ class StepCosts:
 
     def _stale(self, cell: _Cell, k: int) -> bool:
         """Whether a kind has not run for so long that it should be measured anew."""
-        after = STALE
-        if k == 0:
-            captured = STALE_CAPTURED if self.table.steps else STALE
-            after = STALE_DRIFTED if cell.drifted(self._level) else captured
-        return self._steps - cell.last >= after
+        return self._steps - cell.last >= (self._plain_stale_after(cell) if k == 0 else STALE)
+
+    def _plain_stale_after(self, cell: _Cell) -> int:
+        if cell.count < 2 * REFERENCE and not self.table.steps:
+            return STALE_NEW
+        if cell.drifted(self._level):
+            return STALE_DRIFTED
+        return STALE_CAPTURED if self.table.steps else STALE
 
     def tried(self, batch: int, k: int) -> int:
         cell = self._cells.get((bucket(batch), k))
@@ -220,8 +231,13 @@ class StepCosts:
         return sum(cell.count for (size, _), cell in self._cells.items() if size == bucket(batch))
 
     def of(self, batch: int, k: int, rows: int | None = None) -> float:
-        """Seconds of a step; before anything was measured, in the table's own unit."""
-        return self._step(batch, k, rows) * self.level * self._factor(bucket(batch), k)
+        """Seconds of a step; before anything was measured, in the table's own unit.
+
+        With drafts no less than without: measurements that say so are off.
+        """
+        plain = self._step(batch, 0, None) * self._factor(bucket(batch), 0)
+        drafted = self._step(batch, k, rows) * self._factor(bucket(batch), k) if k else 0.0
+        return self.level * max(plain, drafted)
 
     def _step(self, batch: int, k: int, rows: int | None) -> float:
         found = self._expected.get((batch, k, rows))

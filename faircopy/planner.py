@@ -25,7 +25,7 @@ from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
-SAMPLED = 4  # one step in so many is looked at while drafting is off: they are alike
+SAMPLED = 8  # while drafting is off, one of this many steps is looked at: they are alike
 ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials: in large batches in the first one alone
 SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
@@ -112,9 +112,11 @@ class AutoLength(DraftLengths):
         self._row = 0.0  # tokens that a verified row costs in time
         self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
         self._alone = 0.0  # the same for a draft token that has the drafter's pass to itself
-        self._held = HOLD_OFF
-        self._since_probe, self._wait = 0, SOON
-        self._since_reference = 0  # choices since plain steps were asked for to be measured
+        self._choices = 0  # so far; the number of the one at which
+        self._last_look = -HOLD_OFF  # rates were compared,
+        self._last_drafts = 0  # drafts were wanted,
+        self._last_trial, self._wait = 0, SOON  # a trial began,
+        self._last_reference = 0  # plain steps were asked for to be measured
         self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
         self._trial: Trial | None = None
         self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
@@ -127,7 +129,6 @@ class AutoLength(DraftLengths):
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
         self._batch = 1  # sequences of the last choice
-        self._off = 0  # choices for which drafting has been off
 
     def use(self, table: CostTable) -> None:
         """Costs were measured; what was learned with others is dropped."""
@@ -140,12 +141,17 @@ class AutoLength(DraftLengths):
     @property
     def off_for_long(self) -> bool:
         """In a large batch a trial takes newcomers, whose prompts are read with their states."""
-        return self._batch > TRIED and self._off > HOLD_OFF and self._since_probe < PROBE
+        return self._batch > TRIED and self._off > HOLD_OFF and self._choices - self._last_trial < PROBE
+
+    @property
+    def _off(self) -> int:
+        """Choices for which drafting has been off."""
+        return self._choices - self._last_drafts
 
     @property
     def confidence(self) -> Confidence | None:
         """Up to which confidence tokens are wanted; None: all that were asked for."""
-        if not self._asks_confidence or not self.k:
+        if not self.k or not self._asks_confidence:
             return None
         plain = self._quality == "explicit"
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
@@ -162,7 +168,7 @@ class AutoLength(DraftLengths):
         return History(self._drafts, tuple(tried), self._trees.found, self._chains) if self._drafts else None
 
     def room(self, k: int, batch: int) -> int:
-        return max(k, min(self._room(k, batch), self._max_k))
+        return k and max(k, min(self._room(k, batch), self._max_k))
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
@@ -293,10 +299,9 @@ class AutoLength(DraftLengths):
         return min(self._max_k, 2 * likely + 1) if self._confident and self._asks_confidence else likely
 
     def _decide(self, seqs: list[Sequence]) -> int:
-        self._held += 1
-        self._since_probe += 1
-        self._since_reference += 1
-        self._off = self._off + 1 if self.k == 0 and self._trial is None else 0
+        self._choices += 1
+        if self.k or self._trial is not None:
+            self._last_drafts = self._choices
         if self._stays_off(len(seqs)):
             return 0
         batch = self._batch = len(seqs)
@@ -308,17 +313,18 @@ class AutoLength(DraftLengths):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._needs_reference(batch):
-            self._held, self.reason = HOLD_OFF, f"measuring plain decoding at batch {batch}"
+            self._look_soon()
+            self.reason = f"measuring plain decoding at batch {batch}"
             return 0
-        if self._held < HOLD:
+        if self._choices - self._last_look < HOLD:
             return self.k
-        best, rate, now = self._best(seqs)
-        self._held = 0
+        best, rate, present = self._best(seqs)
+        self._last_look = self._choices
         self._wait = SOON if best and self.k else self._wait  # it has paid so far
-        if best != self.k and rate > BETTER * now:
+        if best != self.k and rate > BETTER * present:
             if not self._drafts and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
-            elif self.k or self._invest(seqs, rate / now - 1.0):
+            elif self.k or self._invest(seqs, rate / present - 1.0):
                 self.k = best
         if self.k == 0 and self._trial_is_due(seqs):
             self._try(seqs, "drafting is off; trying again whether it pays")
@@ -328,8 +334,12 @@ class AutoLength(DraftLengths):
 
     def _stays_off(self, batch: int) -> bool:
         """Whether drafting stays off without a look at costs: it was decided a moment ago, and no trial may come."""
-        off = self.k == 0 and self._trial is None and not self._behind and self.costs.measured
-        return off and batch == self._batch and self._held < HOLD_OFF
+        off = self.k == 0 and self._trial is None and not self._behind
+        return off and batch == self._batch and self._choices - self._last_look < HOLD_OFF and self.costs.measured
+
+    def _look_soon(self) -> None:
+        """Compare rates at the next choice."""
+        self._last_look = self._choices - HOLD_OFF
 
     def _table_is_untried(self, seqs: list[Sequence]) -> bool:
         """Whether only the table's costs forbid drafting: drafts are accepted, and no step of this size has had any.
@@ -353,13 +363,13 @@ class AutoLength(DraftLengths):
         """
         size = bucket(batch)
         tried = self.costs.tried(batch, 0)
-        soon = self._since_reference < APART and size not in self._asked
+        soon = self._choices - self._last_reference < APART and size not in self._asked
         new = tried < REFERENCE and self.costs.steps_of(batch) < SETTLED
         trusted = new and self.costs.table.captured(batch, 0) and self.costs.as_expected
-        if self.costs.known(batch, 0) or trusted or (tried >= REFERENCE and soon):
+        if self.costs.known(batch, 0) or trusted or (tried >= 2 * REFERENCE and soon):
             self._asked.pop(size, None)
             return False
-        self._since_reference = 0
+        self._last_reference = self._choices
         self._asked[size] = self._asked.get(size, 0) + 1
         return self._asked[size] % (8 * PROBE) <= 4 * REFERENCE
 
@@ -395,7 +405,7 @@ class AutoLength(DraftLengths):
         """
         wait = self._wait if len(seqs) <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
-        return self._since_probe > (wait if newcomers else 2 * wait)
+        return self._choices - self._last_trial > (wait if newcomers else 2 * wait)
 
     def _promises(self, seqs: list[Sequence]) -> bool:
         """Whether enough draft tokens are likely to be accepted, whatever they cost."""
@@ -413,7 +423,7 @@ class AutoLength(DraftLengths):
             trial = new_trial(seqs, k, newcomers_at_most)
             if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k) < allowed:
                 self._wait = min(PROBE, 2 * self._wait)
-                self.k, self._trial, self._since_probe = k, trial, 0
+                self.k, self._trial, self._last_trial = k, trial, self._choices
                 self._row = self._worth = 0.0
                 self.reason = reason
                 return
@@ -436,7 +446,8 @@ class AutoLength(DraftLengths):
         assert self._trial is not None, "there is a trial"
         self._trial.choices += 1
         if self._trial.over:
-            self.k, self._trial, self._held = 0, None, HOLD_OFF
+            self.k, self._trial = 0, None
+            self._look_soon()
         return self._trial is None
 
     def _still_measuring(self, batch: int) -> bool:
@@ -447,7 +458,7 @@ class AutoLength(DraftLengths):
             (first, TRIAL, f"trying {counted(first, 'draft token')}"),
         ):
             if self.costs.tried(batch, k) < steps:
-                self.k, self._held = k, 0
+                self.k, self._last_look = k, self._choices
                 self._row = self._worth = 0.0
                 self.reason = f"{reason} at batch {batch}"
                 return True

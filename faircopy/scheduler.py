@@ -277,7 +277,7 @@ class Scheduler:
         """Nodes that each sequence may have; a length that a request has asked for is its own."""
         room = self._draft_lengths.room
         return [
-            length if seq.request.k is not None else room(length, len(seqs))
+            room(length, len(seqs)) if length and seq.request.k is None else length
             for seq, length in zip(seqs, lengths, strict=True)
         ]
 

@@ -8,10 +8,12 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import faircopy.engine as engine_module
 from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
 from faircopy.acceptance_rates import Acceptance, TreeGains
 from faircopy.build import build_engine
@@ -89,6 +91,39 @@ def test_one_slow_step_of_a_trial_is_not_believed(slow: int) -> None:
     for step in range(3):
         costs.observe(1, 3, 4, 0.013 * (2.9 if step == slow else 1.0))
     assert costs.of(1, 3) == pytest.approx(0.013, rel=0.02)
+
+
+def test_an_engines_first_steps_are_slow() -> None:
+    """Drafts that cost more than they bring do not look cheap beside them."""
+    started = iter(range(6))
+
+    def cost(batch: int, k: int) -> float:
+        return (1.0 + 0.1 * k) * (1.3 if next(started, None) is not None else 1.0)
+
+    chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.05, cost, batch=1)[2]
+    assert sum(k > 0 for k in chosen) < 40
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_outlier_moves_costs_little(k: int) -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 1.8)))))
+    for _ in range(20):
+        for length in (0, 2):
+            costs.observe(1, length, 1 + length, 1.0 + 0.1 * length)
+    before = [costs.of(1, length) for length in (0, 2)]
+    costs.observe(1, k, 1 + k, 50.0)
+    for _ in range(3):
+        costs.observe(1, 2 - k, 3 - k, 1.2 - 0.1 * k)
+    assert [costs.of(1, length) for length in (0, 2)] == pytest.approx(before, rel=0.15)
+
+
+def test_drafted_steps_are_not_expected_to_be_faster_than_plain_ones() -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 1.8)))))
+    for _ in range(5):
+        costs.observe(1, 0, 1, 1.3)
+    for _ in range(5):
+        costs.observe(1, 2, 3, 1.0)
+    assert costs.of(1, 2) == costs.of(1, 0)
 
 
 @pytest.mark.parametrize("table", [None, CostTable(Curve(((1, 1.0), (64, 2.0))))])
@@ -255,7 +290,7 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
     assert captured.choose(seqs) == [0], "a captured step takes its time, whatever is found"
     for _ in range(100):
         chooser.acceptance.observe(seq, 3, 0)
-    chooser._held = 100
+    chooser._last_look = -100
     assert chooser.choose(seqs) == [0]
 
 
@@ -401,6 +436,34 @@ class Picky(DraftLengths):
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         return [3] * len(seqs)
+
+
+class Slow(DraftLengths):
+    """Choosing takes one second and learning two; remembers the time of each step."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.seconds = clock, list[float | None]()
+
+    def choose(self, seqs: Seq[Sequence]) -> list[int]:
+        self.clock[0] += 1.0
+        return [0] * len(seqs)
+
+    def observe(self, step: FinishedStep, seconds: float | None) -> None:
+        self.clock[0] += 2.0
+        self.seconds.append(seconds)
+
+
+def test_an_eager_step_takes_what_the_host_needs_around_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    lengths = Slow(clock)
+    engine = build_engine(TableModel(), draft=TableModel(seed=1), draft_lengths=lengths)
+    run(engine, requests_of([[1, 2, 3]], [SamplingParams(max_tokens=4, ignore_eos=True)], [0]))
+    assert lengths.seconds == [None, 3.0, 3.0, 3.0], "the first one reads the prompt"
+    clock[0] += 100.0
+    lengths.seconds.clear()
+    run(engine, requests_of([[1, 2, 3]], [SamplingParams(max_tokens=3, ignore_eos=True)], [1]))
+    assert lengths.seconds == [None, 3.0, 3.0], "a pause between two requests is not a step's"
 
 
 def test_a_draft_ends_where_a_token_was_taken_back() -> None:
