@@ -101,7 +101,7 @@ class AutoLength(DraftLengths):
         """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off".
 
         room: nodes that one sequence may have, see DraftLengths.room.
-        chains: drafts of up to so many nodes are chains, if the drafter grows trees.
+        chains: drafts of at most this number of nodes are chains, if the drafter grows trees.
         """
         self._max_k, self._quality, self._room, self._chains = max_k, quality, room, chains
         self.acceptance, self._trees = Acceptance(), TreeGains()

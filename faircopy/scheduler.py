@@ -38,8 +38,8 @@ class CaptureRule(Protocol):
         """Whether this batch can run as a captured step, if that reads what has not been read of new sequences."""
 
     def joining_step(self, k: int, slots: int, rows: int) -> tuple[int, int] | None:
-        """The captured step of so many batch slots that reads so many rows of prompts, where k nodes are wanted: its
-        nodes per sequence, and the rows of prompts that it has room for. None: there is none."""
+        """The captured step with this number of batch slots that reads this number of rows of prompts, where k nodes
+        are wanted: its nodes per sequence, and the rows of prompts that it has room for. None: there is none."""
 
     def prompt_rows(self, seq: Sequence, drafted: bool) -> int | None:
         """Rows of a new sequence's prompt; None: captured steps do not read it. drafted: if the drafter does, too."""
@@ -110,7 +110,7 @@ class Scheduler:
         return list(self._waiting)
 
     def share(self, parts: int) -> int:
-        """Sequences of each of so many steps that run side by side."""
+        """Sequences of each step, if `parts` steps run side by side."""
         chosen = self.policy.choose(self.running, self._waiting, self._cached)
         return -(-len(chosen) // parts)
 

@@ -389,7 +389,7 @@ class TestServers:
 
 @dataclass
 class Watcher:
-    """Remembers what an audit tells, and presses Ctrl-C after so many runs."""
+    """Remembers what an audit tells, and presses Ctrl-C after a number of runs."""
 
     interrupt_after: int | None = None
     estimates: list[Estimate] = field(default_factory=list)

@@ -126,7 +126,7 @@ def serve(engine: Engine, config: EngineConfig, batch: int, requests: list[Reque
 
 
 def queue(source: random.Random, count: int, prompt: tuple[int, int], tokens: int, **params: Any) -> list[Request]:
-    """Prompts of so many tokens; texts of half to one and a half times `tokens`."""
+    """prompt: fewest and most tokens of one; texts of half to one and a half times `tokens`."""
     return [
         Request(
             tuple(source.randrange(3, VOCAB) for _ in range(source.randint(*prompt))),

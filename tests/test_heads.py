@@ -709,7 +709,7 @@ def test_captured_trees_change_nothing(checkpoint: Callable[..., str], method: s
 def test_small_drafts_may_be_chains_beside_trees(
     checkpoint: Callable[..., str], method: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with k="auto" on a GPU: up to so many nodes a head drafts chains, whatever trees it has, and then trees."""
+    """As with k="auto" on a GPU: a head with trees drafts chains up to a number of nodes, and trees above it."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
     from tests.test_replay import Wandering, fused

@@ -132,7 +132,7 @@ def test_eager_steps_draft_what_was_recorded(
 def test_captured_steps_draft_what_was_recorded(
     checkpoint: Callable[..., str], method: str, chain: bool, nodes: int, chains: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """chains: drafts of up to so many nodes are chains, of a head that has trees; also one node more than levels."""
+    """chains: drafts of at most this number of nodes are chains, of a head with trees; one more than levels, too."""
     pytest.importorskip("triton")
     monkeypatch.setattr(build, "_chain_nodes", lambda *_: chains)
     from faircopy.kernels.gpu.suite import TWINS

@@ -40,7 +40,7 @@ class CapturedHead(CapturedDrafter):
     def __init__(
         self, head: Head, layout: PagedLayout, rows_of: RowsOf, known: Known, num_slots: int, chains: int = 0
     ) -> None:
-        """chains: drafts of up to so many nodes are chains, whatever trees the head has."""
+        """chains: drafts of at most this number of nodes are chains, whatever trees the head has."""
         self._head, self._layout, self._rows_of, self._known = head, layout, rows_of, known
         self._states = self.reads_hidden_states = StoredStates(head, layout, rows_of, known, num_slots)
         self.latest = self._states.most

@@ -42,7 +42,7 @@ class HeadDrafter(Drafter):
     skips_states = True  # unknown ones are read as zeros
 
     def __init__(self, head: Head, layout: PagedLayout, chunk: int, sampled: bool = False, chains: int = 0) -> None:
-        """chains: drafts of up to so many nodes are chains instead of the head's own trees."""
+        """chains: drafts of at most this number of nodes are chains instead of the head's own trees."""
         self._head, self._layout, self._chunk, self._sampled = head.serve(), layout, chunk, sampled
         self._chains = chains
         self.wants, self.layers = head.wants, len(head.layers)

@@ -121,7 +121,7 @@ class PagedLayout:
         return listed
 
     def _slots_in(self, grid: NDArray[np.int32], counts: list[int], places: list[int]) -> Ints:
-        """The slots of places in texts, so many of each sequence, end to end."""
+        """The slots of places in texts; counts: how many of each sequence, end to end."""
         page, at = self.tables.page, np.array(places, np.int64)
         return grid[np.repeat(np.arange(len(counts)), counts), at // page].astype(np.int64) * page + at % page
 

@@ -148,7 +148,7 @@ class Divisible:
     device: torch.device
 
     def problem(self, size: int) -> str | None:
-        """Why so many ranks cannot share it."""
+        """Why this number of ranks cannot share it; None: they can."""
         if self.heads % size:
             return f"its {self.heads} attention heads cannot be shared evenly"
         if self.kv_heads % size and size % self.kv_heads:

@@ -168,7 +168,7 @@ class CapturedRunner:
         return None if own is None else max(own, len(seq.tokens) - 1 - self._layout.cached(seq))
 
     def joining_step(self, k: int, slots: int, rows: int) -> tuple[int, int] | None:
-        """Nodes per sequence, where k are wanted, and rows of prompts of the captured step that reads so many of them;
+        """Nodes per sequence, where k are wanted, and rows of prompts of the captured step that reads `rows` of them;
         None: there is none."""
         found = self._joining_of(slots, k, rows)
         return None if found is None else (found.k, found.prompts)
