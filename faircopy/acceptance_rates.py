@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from faircopy.types import Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
-SHRINK = 8.0  # drafts of its own after which a sequence's rate counts as much as the drafter's
+OWN_STEP = 0.2  # log-odds that a sequence moves from the drafter's rates for each token by which these were wrong
+OWN_FADE = 0.1  # share by which it comes back with every draft,
+IDLE_FADE = 0.02  # and with every step in which others have drafts and it has none
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
 BINS = 10  # of confidence
@@ -35,12 +37,14 @@ class Rate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence."""
+    """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence.
+
+    A sequence's own rates are the drafter's with all odds multiplied by one number, which follows its drafts, the
+    last ones most (an online logistic regression, as ratings of players are): texts change on their way.
+    """
 
     positions: list[Rate] = field(default_factory=list)  # given that all before it were accepted
-    own: dict[Sequence, tuple[float, float]] = field(
-        default_factory=dict
-    )  # hits, and what the drafter's rates expected
+    own: dict[Sequence, float] = field(default_factory=dict)  # the logarithm of that number
     found: Rate = field(default_factory=lambda: Rate(PRIOR_DRAFTS))  # how often there is a draft at all
     bins: list[Rate] = field(
         default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
@@ -48,26 +52,31 @@ class Acceptance:
 
     def observe(self, seq: Sequence, drafted: int, accepted: int, confidence: Seq[float] = ()) -> None:
         """Of a draft of this length the first `accepted` tokens stood; nothing is known behind the first wrong one."""
-        hits, expected = self.own.get(seq, (0.0, 0.0))
+        own = self.own.get(seq, 0.0)
+        odds, surprise = math.exp(own), 0.0
         for place in range(min(drafted, accepted + 1)):
             rate, right = self._rate(place), place < accepted
-            hits, expected = hits + right, expected + rate.value
+            surprise += right - _likely(rate, odds)
             rate.add(right)
             if place < len(confidence):
                 self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
-        self.own[seq] = hits, expected
+        self.own[seq] = (1.0 - OWN_FADE) * own + OWN_STEP * surprise
+
+    def pass_over(self, seq: Sequence) -> None:
+        """Others had drafts and this one had none: what is known of it grows old."""
+        if seq in self.own:
+            self.own[seq] *= 1.0 - IDLE_FADE
 
     def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
         """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
 
         found: how likely there is a draft, if not as often as before.
         """
-        hits, expected = (0.0, 0.0) if seq is None else self.own.get(seq, (0.0, 0.0))
-        factor = (hits + SHRINK) / (expected + SHRINK)
+        odds = 1.0 if seq is None else math.exp(self.own.get(seq, 0.0))
         alive = min(1.0, self.found.value) if found is None else found
         likely = []
         for place in range(k):
-            alive *= min(0.999, self._rate(place).value * factor)
+            alive *= _likely(self._rate(place), odds)
             likely.append(alive)
         return likely
 
@@ -79,6 +88,12 @@ class Acceptance:
             last = self.positions[-1].value if self.positions else PRIOR
             self.positions.append(Rate(last * PRIOR_DRAFTS))
         return self.positions[place]
+
+
+def _likely(rate: Rate, odds: float) -> float:
+    """The rate of a sequence whose odds are this many times the drafter's."""
+    hit = rate.hits * odds
+    return min(0.999, hit / (hit + rate.tries - rate.hits))
 
 
 class TreeGains:

@@ -253,6 +253,8 @@ class AutoLength(DraftLengths):
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
                 self._learn(seq, draft, i, len(decision.nodes))
+            elif not batch.max_nodes[i]:
+                self.acceptance.pass_over(seq)
 
     def _learn_shared(self, step: FinishedStep) -> None:
         """A tree that got few of the nodes that all share was not likely to be right: their mean says more."""
