@@ -16,12 +16,12 @@ NEAR = 3  # steps of a kind after which the level follows it
 STALE = 200  # steps after which a kind that has not run is measured anew,
 STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
 STALE_DRIFTED = 64  # plain ones where the level has moved by DRIFT since,
-STALE_NEW = 16  # and eager plain ones that were measured once: an engine's first steps are slow
+STALE_NEW = 16  # and eager plain ones this many steps after their first, once: an engine's first steps are slow
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
 DRIFT = 1.15  # up or down
-OUTLIER = 2.0  # what takes more than this many times as long as expected counts as much as that
+OUTLIER = 1.75  # what takes more than this many times as long as expected counts as much as that
 REFERENCE = 3  # plain steps that say what plain decoding takes
 
 
@@ -127,7 +127,9 @@ class _Cell:
     count: int = 0
     fresh: int = 0  # of them, since it was last measured anew
     first: list[float] = field(default_factory=list)
-    last: int = 0  # the number of its last step, of all steps
+    begun: int = 0  # the number of its first step, of all steps,
+    last: int = 0  # and of its last
+    renewed: bool = False  # it was measured anew
     level: float = 0.0  # at that time
 
     def drifted(self, level: float) -> bool:
@@ -150,7 +152,7 @@ class _Cell:
 
     def measure_anew(self) -> None:
         self.first.clear()
-        self.fresh = 0
+        self.fresh, self.renewed = 0, True
 
 
 class StepCosts:
@@ -180,7 +182,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.get((bucket(batch), k))
         if cell is None:
-            cell = self._cells[bucket(batch), k] = _Cell()
+            cell = self._cells[bucket(batch), k] = _Cell(begun=self._steps)
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
@@ -213,11 +215,11 @@ class StepCosts:
 
     def _stale(self, cell: _Cell, k: int) -> bool:
         """Whether a kind has not run for so long that it should be measured anew."""
+        if k == 0 and not cell.renewed and not self.table.steps:
+            return self._steps - cell.begun >= STALE_NEW
         return self._steps - cell.last >= (self._plain_stale_after(cell) if k == 0 else STALE)
 
     def _plain_stale_after(self, cell: _Cell) -> int:
-        if cell.count < 2 * REFERENCE and not self.table.steps:
-            return STALE_NEW
         if cell.drifted(self._level):
             return STALE_DRIFTED
         return STALE_CAPTURED if self.table.steps else STALE
