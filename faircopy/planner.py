@@ -252,7 +252,7 @@ class AutoLength(DraftLengths):
             if asked and batch.max_nodes[i] and decision.tokens:
                 self.acceptance.found.add(bool(draft.tokens[i]))
             if draft.tokens[i]:
-                self._learn(seq, draft, i, len(decision.nodes))
+                self._learn(seq, draft, i, decision.nodes)
             elif not batch.max_nodes[i]:
                 self.acceptance.pass_over(seq)
 
@@ -264,16 +264,17 @@ class AutoLength(DraftLengths):
             self._drafts, self._grows_trees = self._drafts + 1, True
             self._trees.observe(max(1, round(nodes / len(sharing))), len(step.verdict.decisions[i].nodes))
 
-    def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: int) -> None:
+    def _learn(self, seq: Sequence, draft: Draft, i: int, accepted: list[int]) -> None:
         self._drafts += 1
         nodes = len(draft.tokens[i])
         if draft.is_chain(i) and (nodes <= self._chains or not self._grows_trees):
             sure = draft.confidence[i] if draft.confidence is not None else ()
             self._confident |= draft.confidence is not None
-            self.acceptance.observe(seq, nodes, accepted, sure)
+            self.acceptance.observe(seq, nodes, len(accepted), sure)
         else:
             self._grows_trees = True
-            self._trees.observe(nodes, accepted)
+            self._trees.observe(nodes, len(accepted))
+            self.acceptance.observe(seq, 1, accepted[:1] == [0])  # what a chain of one token would have given
 
     def _own_length(self, seq: Sequence, k: int, batch: int) -> int:
         tried = self._trial is None or seq in self._trial.seqs

@@ -317,7 +317,10 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One tree of guesses per sequence; a node's parent comes before it, -1 is the last committed token."""
+    """One tree of guesses per sequence; a node's parent comes before it, -1 is the last committed token.
+
+    A tree's first node is the token that a draft of one would have had.
+    """
 
     tokens: list[list[int]]
     parents: list[list[int]]

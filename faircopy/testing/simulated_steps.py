@@ -31,6 +31,10 @@ class Trees:
         parents = [[*range(-1, nodes - 1)] or [-1] * length for nodes, length in zip(chains, lengths, strict=True)]
         return Draft([[0] * len(above) for above in parents], parents)
 
+    def first(self, source: random.Random, nodes: int, rate: float) -> int:
+        """The first node of an accepted path: a chain's, as often as a chain's is right."""
+        return int(nodes > self.chains and source.random() * self.rate > rate)
+
 
 def simulate(
     chooser: AutoLength,
@@ -50,7 +54,9 @@ def simulate(
         kinds = [(length, rate) if trees is None else trees.of(length, rate) for length in lengths]
         accepted = [_accepted(source, *kind) for kind in kinds]
         taken = cost(batch, max(lengths))
-        verdict = Verdict([Decision(list(range(good)), [0] * (good + 1)) for good in accepted])
+        first = [0 if trees is None else trees.first(source, length, rate) for length in lengths]
+        paths = [list(range(node, node + good)) for node, good in zip(first, accepted, strict=True)]
+        verdict = Verdict([Decision(path, [0] * (len(path) + 1)) for path in paths])
         draft = Draft.chains([[0] * length for length in lengths]) if trees is None else trees.drafts(lengths)
         chooser.observe(FinishedStep(Batch(seqs, [1] * batch, lengths), draft, verdict, 0, 0), taken)
         tokens, seconds = tokens + sum(good + 1 for good in accepted), seconds + taken
