@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from faircopy.types import Sequence
 
 HALF_LIFE = 200.0  # drafts after which an observation counts half
-OWN_STEP = 0.2  # log-odds that a sequence moves from the drafter's rates for each token by which these were wrong
-OWN_FADE = 0.1  # share by which it comes back with every draft,
+FADE = 0.5 ** (1.0 / HALF_LIFE)
+UNLIKELY = 1e-3  # no single draft is evidence of more
+SPREADS = (0.2, 1.0, 5.0)  # variances that a drafter's sequences may have, in log-odds
+OWN_FADE = 0.1  # share by which a sequence comes back to the drafter's rates with every draft,
 IDLE_FADE = 0.02  # and with every step in which others have drafts and it has none
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
@@ -27,8 +29,7 @@ class Rate:
     tries: float = PRIOR_DRAFTS
 
     def add(self, hit: float) -> None:
-        fade = 0.5 ** (1.0 / HALF_LIFE)
-        self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1.0
+        self.hits, self.tries = self.hits * FADE + hit, self.tries * FADE + 1.0
 
     @property
     def value(self) -> float:
@@ -36,15 +37,52 @@ class Rate:
 
 
 @dataclass(slots=True)
+class _OwnRates:
+    """How much better or worse sequences are than their drafter's rates, if these differences have a given variance.
+
+    All odds of a sequence are the drafter's times one number, whose logarithm an extended Kalman filter follows: texts
+    change on their way, and it comes back to 0 with what is not known of it.
+    """
+
+    spread: float
+    known: dict[Sequence, tuple[float, float]] = field(default_factory=dict)  # the logarithm, and its variance
+    evidence: float = 0.0  # logarithm of how likely the drafts were, old ones fading
+
+    def odds(self, seq: Sequence | None) -> float:
+        found = None if seq is None else self.known.get(seq)
+        return 1.0 if found is None else math.exp(found[0])
+
+    def observe(self, seq: Sequence, seen: Seq[tuple[float, float, bool]]) -> None:
+        """Of a draft: hits and tries of each position before it, and whether its token was right."""
+        log_odds, variance = self.known.get(seq, (0.0, self.spread))
+        odds, surprise, told, chance = math.exp(log_odds), 0.0, 0.0, 1.0
+        for hits, tries, right in seen:
+            likely = _likely(hits, tries, odds)
+            surprise += right - likely
+            told += likely * (1.0 - likely)
+            chance *= likely if right else 1.0 - likely
+        variance /= 1.0 + variance * told
+        self.known[seq] = log_odds + variance * surprise, variance
+        self.fade(seq, OWN_FADE)
+        self.evidence = FADE * self.evidence + math.log(max(chance, UNLIKELY))
+
+    def fade(self, seq: Sequence, share: float) -> None:
+        if seq in self.known:
+            log_odds, variance = self.known[seq]
+            kept = (1.0 - share) ** 2
+            self.known[seq] = (1.0 - share) * log_odds, kept * variance + (1.0 - kept) * self.spread
+
+
+@dataclass(slots=True)
 class Acceptance:
     """How likely draft tokens are accepted: by position, by sequence, and by the drafter's confidence.
 
-    A sequence's own rates are the drafter's with all odds multiplied by one number, which follows its drafts, the
-    last ones most (an online logistic regression, as ratings of players are): texts change on their way.
+    How much sequences differ depends on the drafter. Three variances are tried at once, and the one under which the
+    last drafts were likeliest is believed.
     """
 
     positions: list[Rate] = field(default_factory=list)  # given that all before it were accepted
-    own: dict[Sequence, float] = field(default_factory=dict)  # the logarithm of that number
+    own: tuple[_OwnRates, ...] = field(default_factory=lambda: tuple(map(_OwnRates, SPREADS)))
     found: Rate = field(default_factory=lambda: Rate(PRIOR_DRAFTS))  # how often there is a draft at all
     bins: list[Rate] = field(
         default_factory=lambda: [Rate((n + 0.5) / BINS * PRIOR_DRAFTS, PRIOR_DRAFTS) for n in range(BINS)]
@@ -52,36 +90,38 @@ class Acceptance:
 
     def observe(self, seq: Sequence, drafted: int, accepted: int, confidence: Seq[float] = ()) -> None:
         """Of a draft of this length the first `accepted` tokens stood; nothing is known behind the first wrong one."""
-        own = self.own.get(seq, 0.0)
-        odds, surprise = math.exp(own), 0.0
+        seen = []
         for place in range(min(drafted, accepted + 1)):
             rate, right = self._rate(place), place < accepted
-            surprise += right - _likely(rate, odds)
+            seen.append((rate.hits, rate.tries, right))
             rate.add(right)
             if place < len(confidence):
                 self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
-        self.own[seq] = (1.0 - OWN_FADE) * own + OWN_STEP * surprise
+        for own in self.own:
+            own.observe(seq, seen)
 
     def pass_over(self, seq: Sequence) -> None:
         """Others had drafts and this one had none: what is known of it grows old."""
-        if seq in self.own:
-            self.own[seq] *= 1.0 - IDLE_FADE
+        for own in self.own:
+            own.fade(seq, IDLE_FADE)
 
     def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
         """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
 
         found: how likely there is a draft, if not as often as before.
         """
-        odds = 1.0 if seq is None else math.exp(self.own.get(seq, 0.0))
+        odds = max(self.own, key=lambda own: own.evidence).odds(seq)
         alive = min(1.0, self.found.value) if found is None else found
         likely = []
         for place in range(k):
-            alive *= _likely(self._rate(place), odds)
+            rate = self._rate(place)
+            alive *= _likely(rate.hits, rate.tries, odds)
             likely.append(alive)
         return likely
 
     def forget(self, seq: Sequence) -> None:
-        self.own.pop(seq, None)
+        for own in self.own:
+            own.known.pop(seq, None)
 
     def _rate(self, place: int) -> Rate:
         while len(self.positions) <= place:
@@ -90,10 +130,10 @@ class Acceptance:
         return self.positions[place]
 
 
-def _likely(rate: Rate, odds: float) -> float:
+def _likely(hits: float, tries: float, odds: float) -> float:
     """The rate of a sequence whose odds are this many times the drafter's."""
-    hit = rate.hits * odds
-    return min(0.999, hit / (hit + rate.tries - rate.hits))
+    own = hits * odds
+    return min(0.999, own / (own + tries - hits))
 
 
 class TreeGains:
