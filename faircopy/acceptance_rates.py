@@ -62,15 +62,18 @@ class _OwnRates:
             told += likely * (1.0 - likely)
             chance *= likely if right else 1.0 - likely
         variance /= 1.0 + variance * told
-        self.known[seq] = log_odds + variance * surprise, variance
-        self.fade(seq, OWN_FADE)
+        self.known[seq] = self._faded(log_odds + variance * surprise, variance, OWN_FADE)
         self.evidence = FADE * self.evidence + math.log(max(chance, UNLIKELY))
 
-    def fade(self, seq: Sequence, share: float) -> None:
-        if seq in self.known:
-            log_odds, variance = self.known[seq]
-            kept = (1.0 - share) ** 2
-            self.known[seq] = (1.0 - share) * log_odds, kept * variance + (1.0 - kept) * self.spread
+    def fade(self, seq: Sequence) -> None:
+        """Others had drafts and this one had none."""
+        found = self.known.get(seq)
+        if found is not None:
+            self.known[seq] = self._faded(*found, IDLE_FADE)
+
+    def _faded(self, log_odds: float, variance: float, share: float) -> tuple[float, float]:
+        kept = (1.0 - share) ** 2
+        return (1.0 - share) * log_odds, self.spread + kept * (variance - self.spread)
 
 
 @dataclass(slots=True)
@@ -101,16 +104,16 @@ class Acceptance:
             own.observe(seq, seen)
 
     def pass_over(self, seq: Sequence) -> None:
-        """Others had drafts and this one had none: what is known of it grows old."""
+        """A step in which others had drafts and this sequence had none: what is known of it grows old."""
         for own in self.own:
-            own.fade(seq, IDLE_FADE)
+            own.fade(seq)
 
-    def survival(self, seq: Sequence | None, k: int, found: float | None = None) -> list[float]:
+    def survival(self, seq: Sequence | None, k: int, found: float | None = None, ahead: int = 0) -> list[float]:
         """For each of k positions, how likely the draft is accepted up to there; None: of any sequence.
 
-        found: how likely there is a draft, if not as often as before.
+        found: how likely there is a draft, if not as often as before. ahead: drafts that come before this one.
         """
-        odds = max(self.own, key=lambda own: own.evidence).odds(seq)
+        odds = max(self.own, key=lambda own: own.evidence).odds(seq) ** (1.0 - OWN_FADE) ** ahead
         alive = min(1.0, self.found.value) if found is None else found
         likely = []
         for place in range(k):

@@ -37,7 +37,7 @@ PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs 
 FIRST = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
-CONFIDENT = 2  # sequences of a batch up to which quality "both" asks the drafter how sure it is
+CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
 SETTLED = 64  # steps of a batch size after which plain ones are measured, where a table has timed whole steps
 APART = 128  # steps between plain ones that are measured again, of whatever size of the batch
@@ -245,7 +245,8 @@ class AutoLength(DraftLengths):
     def _learn_drafts(self, step: FinishedStep, asked: bool) -> None:
         """asked: a sequence without a draft is one for which none was found."""
         draft, batch = step.draft, step.batch
-        self._learn_shared(step)
+        if batch.shared_k is not None:
+            self._learn_shared(step)
         for i, (seq, decision) in enumerate(zip(batch.seqs, step.verdict.decisions, strict=True)):
             if batch.shares(i):
                 continue
@@ -470,7 +471,7 @@ class AutoLength(DraftLengths):
     def _best(self, seqs: list[Sequence]) -> tuple[int, float, float]:
         """The best k, its tokens per second, and those of the present one."""
         batch = len(seqs)
-        survivals = [self.acceptance.survival(seq, self._max_k) for seq in seqs]
+        survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
         rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in self.lengths}
         best = max(rates, key=rates.__getitem__)
         self._price(batch, best, rates[best])

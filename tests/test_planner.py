@@ -538,7 +538,7 @@ def test_large_batches_are_not_asked_for_confidence() -> None:
     for batch in (1, 2, 4, 8):
         chooser = AutoLength(8, "both", table)
         simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, batch=batch)
-        assert chooser.k and (chooser.confidence is not None) == (batch <= 2)
+        assert chooser.k and (chooser.confidence is not None) == (batch == 1)
 
 
 def test_a_table_that_is_off_is_found_out() -> None:
