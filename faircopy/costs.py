@@ -16,7 +16,8 @@ NEAR = 3  # steps of a kind after which the level follows it
 STALE = 200  # steps after which a kind that has not run is measured anew,
 STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
 STALE_DRIFTED = 64  # plain ones where the level has moved by DRIFT since,
-STALE_NEW = 16  # and eager plain ones this many steps after their first, once: an engine's first steps are slow
+STALE_NEW = 16  # and those this many steps after they were first measured, or found changed by DRIFT: a machine has
+# slow moments, and an engine's first steps are slow
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
@@ -125,11 +126,11 @@ GUESSED = CostTable(Curve(((1, 1.0), (64, 4.0))), measured=False)  # its shape i
 class _Cell:
     factor: float = 1.0  # measured over expected, with the level taken out
     count: int = 0
-    fresh: int = 0  # of them, since it was last measured anew
-    first: list[float] = field(default_factory=list)
-    begun: int = 0  # the number of its first step, of all steps,
-    last: int = 0  # and of its last
-    renewed: bool = False  # it was measured anew
+    first: list[float] = field(default_factory=list)  # of them, since it was last measured anew
+    fresh: int = 0  # measurements since then
+    before: float = 0.0  # the factor until then
+    doubted: int | None = None  # the number of the step, of all steps, since when it waits to be confirmed
+    last: int = 0  # the number of its last step
     level: float = 0.0  # at that time
 
     def drifted(self, level: float) -> bool:
@@ -151,8 +152,14 @@ class _Cell:
             self.factor += max(SMOOTHING, 1.0 / self.fresh) * (min(found, OUTLIER * self.factor) - self.factor)
 
     def measure_anew(self) -> None:
+        self.before, self.doubted, self.fresh = self.factor, None, 0
         self.first.clear()
-        self.fresh, self.renewed = 0, True
+
+    def doubt(self, step: int) -> None:
+        """What was measured anew is to be confirmed if it is another number than before."""
+        changed = not self.before / DRIFT <= self.factor <= self.before * DRIFT
+        if self.before and self.fresh == REFERENCE and changed:
+            self.doubted = step
 
 
 class StepCosts:
@@ -175,14 +182,19 @@ class StepCosts:
         return self.table.measured
 
     @property
+    def compared(self) -> bool:
+        """Whether a step has shown how fast this machine is, beside the table's."""
+        return self._level > 0.0
+
+    @property
     def in_seconds(self) -> bool:
         """Whether costs are times: a guessed table has a unit of its own until a step was measured."""
-        return self.measured or self._level > 0.0
+        return self.measured or self.compared
 
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.get((bucket(batch), k))
         if cell is None:
-            cell = self._cells[bucket(batch), k] = _Cell(begun=self._steps)
+            cell = self._cells[bucket(batch), k] = _Cell(doubted=self._steps)
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
@@ -196,11 +208,17 @@ class StepCosts:
         elif len(cell.first) >= NEAR:
             self._level *= 1.0 + LEVELLING * (min(OUTLIER, found / cell.factor) - 1.0)
         cell.add(found)
+        cell.doubt(self._steps)
         cell.last, cell.level = self._steps, self._level
 
     def pass_over(self) -> None:
         """A step has run whose time is not looked at."""
         self._steps += 1
+
+    def doubted(self, batch: int) -> bool:
+        """Whether what plain steps take was measured at a time that may have been a slow one."""
+        cell = self._cells.get((bucket(batch), 0))
+        return cell is not None and cell.doubted is not None
 
     def known(self, batch: int, k: int) -> bool:
         """Whether enough steps of this kind were measured, and not too long ago."""
@@ -215,8 +233,8 @@ class StepCosts:
 
     def _stale(self, cell: _Cell, k: int) -> bool:
         """Whether a kind has not run for so long that it should be measured anew."""
-        if k == 0 and not cell.renewed and not self.table.steps:
-            return self._steps - cell.begun >= STALE_NEW
+        if k == 0 and cell.doubted is not None:
+            return self._steps - cell.doubted >= STALE_NEW
         return self._steps - cell.last >= (self._plain_stale_after(cell) if k == 0 else STALE)
 
     def _plain_stale_after(self, cell: _Cell) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, Acceptance, TreeGains, tree_gain
 from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
+from faircopy.ledger import PAYBACK, START, Ledger
 from faircopy.measured_acceptance import History
 from faircopy.progress import counted
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
@@ -26,11 +27,6 @@ BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
 SAMPLED = 8  # while drafting is off, one of this many steps is looked at: they are alike
-ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
-START = 4  # plain steps that it may have cost besides, in trials: in large batches in the first one alone
-SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
-FORGIVEN = 32  # as far as no more plain steps are forgiven in all
-SURE = 4  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
@@ -40,8 +36,7 @@ LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
 SETTLED = 64  # steps of a batch size after which plain ones are measured, where a table has timed whole steps
-APART = 128  # steps between plain ones that are measured again, of whatever size of the batch
-PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
+APART = 64  # steps between plain ones that are measured again, of whatever size of the batch
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
@@ -117,12 +112,8 @@ class AutoLength(DraftLengths):
         self._last_drafts = 0  # drafts were wanted,
         self._last_trial, self._wait = 0, SOON  # a trial began,
         self._last_reference = 0  # plain steps were asked for to be measured
-        self._saved, self._elapsed = 0.0, 0.0  # seconds against plain decoding, and in all
+        self.ledger = Ledger()
         self._trial: Trial | None = None
-        self._owed = 0.0  # seconds that reading texts has cost and that are to be paid back
-        self._forgiven = 0.0  # plain steps that slow moments have cost
-        self._stalled = False  # one step took longer than that allows
-        self._behind = False  # drafting has cost too much and must wait
         self._drafts = 0  # that were verified
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
@@ -181,7 +172,7 @@ class AutoLength(DraftLengths):
         """A step has finished; seconds: None if its time says nothing of decoding."""
         if seconds is not None and self._off > HOLD_OFF and self._off % SAMPLED and not any(step.batch.max_nodes):
             self.costs.pass_over()
-            self._elapsed += seconds
+            self.ledger.book(0.0, seconds)
             return
         draft, batch, k = step.draft, len(step.batch), 0
         if any(step.batch.max_nodes):
@@ -198,28 +189,17 @@ class AutoLength(DraftLengths):
         elif step.captured and self.costs.in_seconds:
             self._book(step, k, self.costs.of(batch, k))
             beside = self._beside_prompts(step, k)
-            self._saved, self._elapsed = self._saved - beside, self._elapsed + beside
+            self.ledger.book(-beside, beside)
         elif not step.captured:
             self._book_reading(step)
 
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
-        """What a step saved or cost against plain decoding.
-
-        A slow step at the beginning would keep a good drafter off for long. So steps that take longer than expected
-        count as SLOW times the expected time: as far as FORGIVEN allows, and once however long the step was, as one
-        is in which Python collects garbage.
-        """
         batch = len(step.batch)
-        if k and batch:
-            gained, plain = sum(len(decision.tokens) for decision in step.verdict.decisions), self.costs.of(batch, 0)
-            excess = seconds - SLOW * self.costs.of(batch, k)
-            if 0.0 < excess < (FORGIVEN - self._forgiven) * plain:
-                self._forgiven += excess / plain
-                seconds -= excess
-            elif excess > 0.0 and not self._stalled:
-                self._stalled, seconds = True, seconds - excess
-            self._saved += gained * plain / batch - seconds
-        self._elapsed += seconds
+        if not k or not batch or not self.costs.compared:
+            self.ledger.book(0.0, seconds)
+            return
+        plain, tokens = self.costs.of(batch, 0), sum(len(decision.tokens) for decision in step.verdict.decisions)
+        self.ledger.drafted(seconds, self.costs.of(batch, k), tokens * plain / batch, plain)
 
     def _beside_prompts(self, step: FinishedStep, k: int) -> float:
         """Seconds that a drafter costs beside prompts that a captured step reads: what it reads of them, and what its
@@ -236,8 +216,8 @@ class AutoLength(DraftLengths):
         """A step that plain decoding makes too, to read prompts: what the drafter read meanwhile is its cost."""
         if self.costs.in_seconds:
             table, level = self.costs.table, self.costs.level
-            self._saved -= table.reading(step.read) * level
-            self._elapsed += (table.target(step.rows) + table.reading(step.read)) * level
+            read = table.reading(step.read) * level
+            self.ledger.book(-read, table.target(step.rows) * level + read)
 
     def forget(self, seq: Sequence) -> None:
         self.acceptance.forget(seq)
@@ -290,7 +270,7 @@ class AutoLength(DraftLengths):
         if not k or not self._worth or self._grows_trees or self._quality == "off":
             return k
         reach = self._reach(seq, k)
-        beyond = max(0, reach - k) // batch if self._alone < 1.0 else 0
+        beyond = max(0, reach - k) // batch if self._alone < 1.0 and self.costs.known(batch, k) else 0
         return min(reach, k + beyond)
 
     def _reach(self, seq: Sequence, k: int) -> int:
@@ -313,7 +293,7 @@ class AutoLength(DraftLengths):
             return self.k
         if self._trial is not None and not self._trial_is_over():
             return self.k
-        if self._lost(batch):
+        if self.ledger.lost(self.costs.of(batch, 0), drafting=self.k > 0):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
         if self._needs_reference(batch):
@@ -338,7 +318,7 @@ class AutoLength(DraftLengths):
 
     def _stays_off(self, batch: int) -> bool:
         """Whether drafting stays off without a look at costs: it was decided a moment ago, and no trial may come."""
-        off = self.k == 0 and self._trial is None and not self._behind
+        off = self.k == 0 and self._trial is None and not self.ledger.behind
         return off and batch == self._batch and self._choices - self._last_look < HOLD_OFF and self.costs.measured
 
     def _look_soon(self) -> None:
@@ -368,9 +348,10 @@ class AutoLength(DraftLengths):
         size = bucket(batch)
         tried = self.costs.tried(batch, 0)
         soon = self._choices - self._last_reference < APART and size not in self._asked
+        wait = soon and tried >= REFERENCE and not self.costs.doubted(batch)
         new = tried < REFERENCE and self.costs.steps_of(batch) < SETTLED
         trusted = new and self.costs.table.captured(batch, 0) and self.costs.as_expected
-        if self.costs.known(batch, 0) or trusted or (tried >= 2 * REFERENCE and soon):
+        if self.costs.known(batch, 0) or trusted or wait:
             self._asked.pop(size, None)
             return False
         self._last_reference = self._choices
@@ -383,23 +364,12 @@ class AutoLength(DraftLengths):
         cost = self._reading(seqs)
         steps = sum(min(PAYBACK, (seq.limit - len(seq.tokens)) / 2) for seq in seqs) / len(seqs)
         pays = cost < steps * gain * self.costs.of(len(seqs), 0)
-        self._owed = cost if pays else 0.0
+        self.ledger.invest(cost if pays else 0.0)
         return pays
 
     def _reading(self, seqs: Collection[Sequence]) -> float:
         """Seconds in which a drafter that was off reads these texts."""
         return self.costs.table.reading(sum(len(seq.tokens) for seq in seqs)) * self.costs.level
-
-    def _lost(self, batch: int) -> bool:
-        """Whether drafting has cost too much although it promised to pay, and that is not made up for yet."""
-        self._owed *= 1.0 - 1.0 / PAYBACK
-        allowed = self._allowed(batch, START) if self._behind else self._allowed(batch, SURE) + self._owed
-        self._behind = allowed < 0 and (self._behind or self.k > 0)
-        return self._behind
-
-    def _allowed(self, batch: int, steps: int) -> float:
-        """Seconds that drafting may still cost, if it may cost this many plain steps besides its share of the time."""
-        return self._saved + ALLOWANCE * self._elapsed + steps * self.costs.of(batch, 0)
 
     def _trial_is_due(self, seqs: list[Sequence]) -> bool:
         """Whether it has been off for long; in a small batch sooner, if drafts were accepted: then few measured steps
@@ -422,7 +392,7 @@ class AutoLength(DraftLengths):
         """Begin a trial if what it costs may be lost: in captured steps of all newcomers, else of a few."""
         batch = len(seqs)
         k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
-        allowed = self._allowed(batch, 0 if self._drafts and batch > TRIED else START)
+        allowed = self.ledger.allowed(self.costs.of(batch, 0), 0 if self._drafts and batch > TRIED else START)
         for newcomers_at_most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
             trial = new_trial(seqs, k, newcomers_at_most)
             if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k) < allowed:
@@ -521,9 +491,7 @@ class AutoLength(DraftLengths):
         """Seconds of one pass of the drafter: by the table, or what measured steps take beyond plain ones and rows, if
         that is more: the table does not know the host's work around a pass."""
         table = self.costs.table
-        if not table.draft.points:
-            return 0.0
-        expected = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k)
+        expected = table.draft(batch) * self.costs.of(batch, k) / table.step(batch, k) if table.draft.points else 0.0
         if min(self.costs.tried(batch, k), self.costs.tried(batch, 0)) < REFERENCE:
             return expected
         return max(expected, (self.costs.of(batch, k) - self.costs.of(batch, 0)) / k - row * batch)

@@ -25,6 +25,7 @@ LEVELS: list[set[str]] = [
         "text",
         "html",
         "acceptance",
+        "ledger",
         "cache",
         "threads",
         "fair_lock",

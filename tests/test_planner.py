@@ -276,7 +276,7 @@ def test_a_captured_step_that_finds_nothing_is_paid_for() -> None:
     for _ in range(50):
         batch = Batch(seqs, [1] * 8, [asked] * 8)
         chooser.observe(FinishedStep(batch, nothing, verdict, 8 * (asked + 1), 8 * asked), 1.2)
-    assert chooser._saved < 0 and chooser.costs.of(8, 0) < 1.05 * plain
+    assert chooser.ledger.saved < 0 and chooser.costs.of(8, 0) < 1.05 * plain
     assert chooser.choose(seqs) == [0] * 8
 
 
@@ -293,7 +293,7 @@ def test_drafts_that_a_request_asked_for_are_not_charged_to_the_others() -> None
         chooser.observe(right, 30.0)
     assert chooser.acceptance.survival(None, 1) > before
     assert max(chooser.choose([other])[0] for _ in range(40)) > 0
-    assert chooser._saved == 0.0
+    assert chooser.ledger.saved == 0.0
 
 
 def test_steps_that_only_read_are_no_lookups_without_a_result() -> None:
@@ -308,10 +308,10 @@ def test_steps_that_only_read_are_no_lookups_without_a_result() -> None:
     for _ in range(50):
         chooser.observe(reading, None)
     assert chooser.acceptance.found.value == 1.0
-    assert chooser._saved == pytest.approx(50 * -0.2), "but what it read is booked"
+    assert chooser.ledger.saved == pytest.approx(50 * -0.2), "but what it read is booked"
     guessed = AutoLength(8)
     guessed.observe(reading, None)
-    assert guessed._elapsed == 0.0, "a guessed table's numbers are no seconds"
+    assert guessed.ledger.elapsed == 0.0, "a guessed table's numbers are no seconds"
 
 
 def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:

@@ -191,7 +191,7 @@ def test_steps_with_few_nodes_are_drafted_ones() -> None:
     for _ in range(20):
         chooser.observe(finished(seqs, [2] + [0] * 7, [0] * 8, 10, 2), 2.0)
     assert chooser.costs.tried(8, 0) == 3 and chooser.costs.tried(8, 2) == 20
-    assert chooser._saved < -10 and chooser.costs.of(8, 0) == pytest.approx(1.0, rel=0.1)
+    assert chooser.ledger.saved < -10 and chooser.costs.of(8, 0) == pytest.approx(1.0, rel=0.1)
 
 
 def test_ended_sequences_do_not_change_what_a_captured_step_cost() -> None:
