@@ -13,12 +13,13 @@ HALF_LIFE = 200.0  # drafts after which an observation counts half
 FADE = 0.5 ** (1.0 / HALF_LIFE)
 UNLIKELY = 1e-3  # no single draft is evidence of more
 SPREADS = (0.2, 1.0, 5.0)  # variances that a drafter's sequences may have, in log-odds
-OWN_FADE = 0.1  # share by which a sequence comes back to the drafter's rates with every draft,
-IDLE_FADE = 0.02  # and with every step in which others have drafts and it has none
+OWN_FADE = 0.1  # share by which a sequence comes back to the drafter's rates with every draft
+IDLE_FADE = 0.02  # the same with every step in which others have drafts and it has none
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
 BINS = 10  # of confidence
 HOPE = 3.0  # a tree that was seen this often may accept twice as many tokens as it did
+UNSEEN = 1.5  # a tree, where none was seen, may accept this many times what chains tell
 
 
 @dataclass(slots=True)
@@ -53,17 +54,18 @@ class _OwnRates:
         return 1.0 if found is None else math.exp(found[0])
 
     def observe(self, seq: Sequence, seen: Seq[tuple[float, float, bool]]) -> None:
-        """Of a draft: hits and tries of each position before it, and whether its token was right."""
+        """Of a draft: hits and misses of each position before it, and whether its token was right."""
         log_odds, variance = self.known.get(seq, (0.0, self.spread))
-        odds, surprise, told, chance = math.exp(log_odds), 0.0, 0.0, 1.0
-        for hits, tries, right in seen:
-            likely = _likely(hits, tries, odds)
-            surprise += right - likely
-            told += likely * (1.0 - likely)
-            chance *= likely if right else 1.0 - likely
-        variance /= 1.0 + variance * told
-        self.known[seq] = self._faded(log_odds + variance * surprise, variance, OWN_FADE)
-        self.evidence = FADE * self.evidence + math.log(max(chance, UNLIKELY))
+        odds, innovation, information, likelihood = math.exp(log_odds), 0.0, 0.0, 1.0
+        for hits, misses, right in seen:
+            likely = hits * odds / (hits * odds + misses)
+            wrong = 1.0 - likely
+            innovation += wrong if right else -likely
+            likelihood *= likely if right else wrong
+            information += likely * wrong
+        variance /= 1.0 + variance * information
+        self.known[seq] = self._faded(log_odds + variance * innovation, variance, OWN_FADE)
+        self.evidence = FADE * self.evidence + math.log(max(likelihood, UNLIKELY))
 
     def fade(self, seq: Sequence) -> None:
         """Others had drafts and this one had none."""
@@ -96,7 +98,7 @@ class Acceptance:
         seen = []
         for place in range(min(drafted, accepted + 1)):
             rate, right = self._rate(place), place < accepted
-            seen.append((rate.hits, rate.tries, right))
+            seen.append((rate.hits, rate.tries - rate.hits, right))
             rate.add(right)
             if place < len(confidence):
                 self.bins[min(BINS - 1, int(confidence[place] * BINS))].add(right)
@@ -115,9 +117,10 @@ class Acceptance:
         """
         odds = max(self.own, key=lambda own: own.evidence).odds(seq) ** (1.0 - OWN_FADE) ** ahead
         alive = min(1.0, self.found.value) if found is None else found
-        likely = []
+        rate, likely = self.positions[0] if self.positions else Rate(), []
         for place in range(k):
-            rate = self._rate(place)
+            if place < len(self.positions):  # behind those that were seen as likely as the last one
+                rate = self.positions[place]
             alive *= _likely(rate.hits, rate.tries, odds)
             likely.append(alive)
         return likely

@@ -12,12 +12,15 @@ from typing import Any
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
 FIRST = 5  # measurements of a kind of which the median counts
+FEW = 10  # drafted steps of a kind that are forgotten once they are stale
 NEAR = 3  # steps of a kind after which the level follows it
 STALE = 200  # steps after which a kind that has not run is measured anew,
 STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
 STALE_DRIFTED = 64  # plain ones where the level has moved by DRIFT since,
 STALE_NEW = 16  # and those this many steps after they were first measured, or found changed by DRIFT: a machine has
 # slow moments, and an engine's first steps are slow
+CHEAPER = 0.97  # drafted steps that take this share of plain ones, as these were measured, show that they are off,
+AGAIN = 128  # unless that was asked so few steps ago
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
@@ -210,6 +213,16 @@ class StepCosts:
         cell.add(found)
         cell.doubt(self._steps)
         cell.last, cell.level = self._steps, self._level
+        if k:
+            self._doubt_plain(batch, expected * cell.factor)
+
+    def _doubt_plain(self, batch: int, drafted: float) -> None:
+        """Plain steps were measured in a slow moment if they seem to take longer than drafted ones."""
+        plain = self._cells.get((bucket(batch), 0))
+        if plain is None or plain.doubted is not None or self._steps - plain.last < AGAIN:
+            return
+        if drafted < CHEAPER * plain.factor * self._step(batch, 0, None):
+            plain.doubted = self._steps - STALE_NEW  # it has waited
 
     def pass_over(self) -> None:
         """A step has run whose time is not looked at."""
@@ -256,8 +269,30 @@ class StepCosts:
         With drafts no less than without: measurements that say so are off.
         """
         plain = self._step(batch, 0, None) * self._factor(bucket(batch), 0)
-        drafted = self._step(batch, k, rows) * self._factor(bucket(batch), k) if k else 0.0
+        if not k:
+            return self.level * plain
+        shorter = None if self.measured or self._told(bucket(batch), k) else self._shorter(bucket(batch), k)
+        if shorter is not None:  # on the line through it and plain steps: a guessed table knows less
+            drafted = plain + k / shorter * (
+                self._step(batch, shorter, None) * self._factor(bucket(batch), shorter) - plain
+            )
+        else:
+            drafted = self._step(batch, k, rows) * self._factor(bucket(batch), k)
         return self.level * max(plain, drafted)
+
+    def _told(self, size: int, k: int) -> bool:
+        """Whether steps of this kind say themselves what they take."""
+        cell = self._cells.get((size, k))
+        return cell is not None and cell.count > 0 and not self._forgotten(cell, k)
+
+    def _forgotten(self, cell: _Cell, k: int) -> bool:
+        """Of drafted steps: few ran, long ago, perhaps in a slow moment. Others of the size tell as much."""
+        return k > 0 and cell.count <= FEW and self._steps - cell.last >= STALE
+
+    def _shorter(self, size: int, k: int) -> int | None:
+        """The longest length below k that was measured in batches of this size."""
+        tried = (length for at, length in self._cells if at == size and 0 < length < k)
+        return max((length for length in tried if not self._forgotten(self._cells[size, length], length)), default=None)
 
     def _step(self, batch: int, k: int, rows: int | None) -> float:
         found = self._expected.get((batch, k, rows))
@@ -272,9 +307,8 @@ class StepCosts:
 
     def _factor(self, size: int, k: int) -> float:
         """Its own correction; else that of plain steps, and how much more drafts were off where both were measured."""
-        own = self._cells.get((size, k))
-        if own is not None and own.count:
-            return own.factor
+        if self._told(size, k):
+            return self._cells[size, k].factor
         drafts = self._nearest(size, k, drafted=True) if k else None
         plain = self._nearest(size, 0, drafted=False)
         if drafts is None or plain is None:
@@ -285,7 +319,8 @@ class StepCosts:
 
     def _nearest(self, size: int, k: int, drafted: bool) -> tuple[int, int] | None:
         """The kind of steps that were measured in the nearest size of a batch, with the nearest k."""
-        known = [kind for kind, cell in self._cells.items() if cell.first and (kind[1] > 0) == drafted]
+        kinds = [(kind, cell) for kind, cell in self._cells.items() if cell.first and (kind[1] > 0) == drafted]
+        known = [kind for kind, cell in kinds if not self._forgotten(cell, kind[1])] or [kind for kind, _ in kinds]
         return min(known, key=lambda kind: (abs(math.log2(kind[0] / size)), abs(kind[1] - k)), default=None)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, Acceptance, TreeGains, tree_gain
+from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, UNSEEN, Acceptance, TreeGains, tree_gain
 from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.ledger import PAYBACK, START, Ledger
@@ -470,7 +470,7 @@ class AutoLength(DraftLengths):
             return len(survivals) * self._trees.of(k)
         chain = min(k, self._chains or k)
         gain = sum(sum(survival[:chain]) for survival in survivals)
-        return gain if chain == k else tree_gain({chain: gain}, k)  # no tree is known yet
+        return gain if chain == k else UNSEEN * tree_gain({chain: gain}, k)
 
     def _price(self, batch: int, k: int, rate: float) -> None:
         """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""

@@ -19,7 +19,7 @@ import torch
 from faircopy import LLM, CheckpointError, ConfigError, build, bundled
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
-from faircopy.draft_length import DraftLengths, FixedLength
+from faircopy.draft_length import DraftLengths, FixedLength, shared_room
 from faircopy.drafters.base import NoDrafter
 from faircopy.drafters.folder import METHODS, load_head, new_head, save_head
 from faircopy.drafters.head_drafter import MAX_UNREAD, HeadDrafter
@@ -793,6 +793,67 @@ def test_few_unread_rows_are_read_alone(
     assert other == {(k, 6) for k in (0, 1, 3, 7)} and read == other | {(1, 2), (3, 4)}
     assert [draft.tokens for draft in few] == [draft.tokens for draft in full]
     assert sum(len(tokens) for draft in few for tokens in draft.tokens) > 100
+
+
+@pytest.mark.parametrize(("seed", "shared"), [(0, True), (1, False)])
+def test_few_unread_rows_are_all_that_there_are(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a trained head, whose accepted paths are long, lengths that change at random, requests of their own k,
+    preemptions and sequences that come later."""
+    pytest.importorskip("triton")
+    from faircopy.kernels.gpu.suite import TWINS
+    from faircopy.replay import runner
+    from tests.test_replay import fused
+
+    model, source = fused(bundled.target()), random.Random(seed)
+    head = load_head(str(bundled.folder() / "clover"), load(bundled.target()))
+    tokenizer = load_tokenizer(bundled.target())
+    requests = [
+        Request(
+            tuple(tokenizer.encode(text))[:30],
+            SamplingParams(
+                max_tokens=source.randint(5, 60), ignore_eos=True, temperature=source.choice((0.0, 0.0, 0.7))
+            ),
+            n,
+            source.choice((None, None, None, 0, 2, 5)),
+        )
+        for n, text in enumerate(bundled.prompts()[12 * seed : 12 * seed + 12])
+    ]
+    config = EngineConfig(cache_memory="1500KiB", page=8, k=7, max_batch=6)
+    monkeypatch.setattr(build, "_chain_nodes", lambda *_: 3 * seed)
+
+    class Lengths(DraftLengths):
+        lengths = (1, 2, 3, 7)
+
+        def __init__(self) -> None:
+            self.source, self.most = random.Random(seed), 7
+
+        def room(self, k: int, batch: int) -> int:
+            return shared_room(k, batch, 14) if shared else k
+
+        def choose(self, seqs: Seq[Sequence]) -> list[int]:
+            self.most = self.source.choice((self.most, *self.lengths))
+            return [self.most if seq.request.k is None else seq.request.k for seq in seqs]
+
+    def outputs(few_read: int) -> tuple[list[list[int]], list[list[list[int]]], int]:
+        monkeypatch.setattr(runner, "FEW_READ", few_read)
+        engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Lengths())
+        drafts, observe = list[list[list[int]]](), engine.draft_lengths.observe
+        engine.draft_lengths.observe = lambda step, seconds: (drafts.append(step.draft.tokens), observe(step, seconds))[
+            1
+        ]
+        coming, seqs, later = list(requests), list[Sequence](), random.Random(seed)
+        while coming or engine.busy:
+            while coming and (not engine.busy or later.random() < 0.4):
+                seqs.append(engine.add(coming.pop(0)))
+            engine.step()
+        assert engine.captured is not None
+        return [seq.output for seq in seqs], drafts, len(engine.captured._following)
+
+    alone = EngineConfig(cache_memory="8MiB", graphs=False)
+    plain = [seq.output for seq in run(build_engine(model, config=alone, suite=TWINS), requests)]
+    few, full = outputs(0), outputs(1 << 20)
+    assert few[0] == full[0] == plain and few[1] == full[1]
+    assert few[2] > 0 == full[2]
 
 
 def test_captured_trees_with_every_sampling_parameter() -> None:
