@@ -132,7 +132,7 @@ class _Cell:
     first: list[float] = field(default_factory=list)  # of them, since it was last measured anew
     fresh: int = 0  # measurements since then
     before: float = 0.0  # the factor until then
-    doubted: int | None = None  # the number of the step, of all steps, since when it waits to be confirmed
+    doubted: int | None = None  # of plain ones: the number of the step, of all, since when it waits to be confirmed
     last: int = 0  # the number of its last step
     level: float = 0.0  # at that time
 
@@ -153,6 +153,11 @@ class _Cell:
                 self.factor = median_low(self.first)
         else:
             self.factor += max(SMOOTHING, 1.0 / self.fresh) * (min(found, OUTLIER * self.factor) - self.factor)
+
+    @property
+    def believed(self) -> float:
+        """The factor; until a change is confirmed, the smaller one."""
+        return min(self.factor, self.before) if self.doubted is not None and self.before else self.factor
 
     def measure_anew(self) -> None:
         self.before, self.doubted, self.fresh = self.factor, None, 0
@@ -197,7 +202,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.get((bucket(batch), k))
         if cell is None:
-            cell = self._cells[bucket(batch), k] = _Cell(doubted=self._steps)
+            cell = self._cells[bucket(batch), k] = _Cell(doubted=None if k else self._steps)
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
@@ -211,18 +216,25 @@ class StepCosts:
         elif len(cell.first) >= NEAR:
             self._level *= 1.0 + LEVELLING * (min(OUTLIER, found / cell.factor) - 1.0)
         cell.add(found)
-        cell.doubt(self._steps)
         cell.last, cell.level = self._steps, self._level
         if k:
             self._doubt_plain(batch, expected * cell.factor)
+        else:
+            cell.doubt(self._steps)
 
     def _doubt_plain(self, batch: int, drafted: float) -> None:
         """Plain steps were measured in a slow moment if they seem to take longer than drafted ones."""
         plain = self._cells.get((bucket(batch), 0))
-        if plain is None or plain.doubted is not None or self._steps - plain.last < AGAIN:
+        if plain is None or self._steps - plain.last < AGAIN:
             return
         if drafted < CHEAPER * plain.factor * self._step(batch, 0, None):
-            plain.doubted = self._steps - STALE_NEW  # it has waited
+            self.ask_again(batch)
+
+    def ask_again(self, batch: int) -> None:
+        """Plain steps of this size are to be measured anew now, if any were."""
+        plain = self._cells.get((bucket(batch), 0))
+        if plain is not None and plain.doubted is None:
+            plain.doubted = self._steps - STALE_NEW
 
     def pass_over(self) -> None:
         """A step has run whose time is not looked at."""
@@ -308,14 +320,14 @@ class StepCosts:
     def _factor(self, size: int, k: int) -> float:
         """Its own correction; else that of plain steps, and how much more drafts were off where both were measured."""
         if self._told(size, k):
-            return self._cells[size, k].factor
+            return self._cells[size, k].believed
         drafts = self._nearest(size, k, drafted=True) if k else None
         plain = self._nearest(size, 0, drafted=False)
         if drafts is None or plain is None:
             known = drafts or plain or self._nearest(size, k, drafted=True)
-            return self._cells[known].factor if known else 1.0
+            return self._cells[known].believed if known else 1.0
         beside = self._nearest(drafts[0], 0, drafted=False) or plain
-        return self._cells[plain].factor * self._cells[drafts].factor / self._cells[beside].factor
+        return self._cells[plain].believed * self._cells[drafts].believed / self._cells[beside].believed
 
     def _nearest(self, size: int, k: int, drafted: bool) -> tuple[int, int] | None:
         """The kind of steps that were measured in the nearest size of a batch, with the nearest k."""

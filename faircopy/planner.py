@@ -421,6 +421,7 @@ class AutoLength(DraftLengths):
         self._trial.choices += 1
         if self._trial.over:
             self.k, self._trial = 0, None
+            self.costs.ask_again(self._batch)  # while drafting was off, few plain steps were looked at
             self._look_soon()
         return self._trial is None
 

@@ -128,8 +128,7 @@ def test_one_slow_step_of_a_trial_is_not_believed(slow: int) -> None:
     assert costs.of(1, 3) == pytest.approx(0.013, rel=0.02)
 
 
-def test_an_engines_first_steps_are_slow() -> None:
-    """Drafts that cost more than they bring do not look cheap beside them."""
+def test_drafts_do_not_look_cheap_beside_an_engines_first_steps() -> None:
     started = iter(range(6))
 
     def cost(batch: int, k: int) -> float:
@@ -137,6 +136,85 @@ def test_an_engines_first_steps_are_slow() -> None:
 
     chosen = simulate(AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), 0.05, cost, batch=1)[2]
     assert sum(k > 0 for k in chosen) < 40
+
+
+CAPTURED = CostTable(
+    Curve(((1, 1.0), (64, 1.5))), steps={(size, k): 1.0 + 0.05 * k for size in (1, 4) for k in LADDER[:6]}
+)
+
+
+@pytest.mark.parametrize("table", [None, CostTable(Curve(((1, 1.0), (64, 2.0)))), CAPTURED])
+@pytest.mark.parametrize(("first", "slower"), [(3, 1.5), (6, 1.3), (12, 1.4)])
+def test_an_engines_first_steps_are_slow(table: CostTable | None, first: int, slower: float) -> None:
+    """Drafts that cost more than they bring do not look cheap beside them."""
+    for seed in range(3):
+        started = iter(range(first))
+
+        def cost(batch: int, k: int) -> float:
+            return (1.0 + 0.05 * k + 0.05 * (k > 0)) * (slower if next(started, None) is not None else 1.0)  # noqa: B023
+
+        tokens, seconds, _ = simulate(AutoLength(8, table=table), 0.05, cost, 1500, 1, seed)
+        assert tokens / seconds > 0.97 * plain_rate(lambda batch, k: 1.0, 1)
+
+
+def test_a_slow_moment_of_the_machine_says_nothing_of_drafts() -> None:
+    for seed in range(3):
+        calls, plain = iter(range(3000)), 0.0
+
+        def cost(batch: int, k: int) -> float:
+            nonlocal plain
+            call = next(calls)  # noqa: B023
+            slower = 3.0 if call // 17 % 23 == 3 else 1.0
+            plain += slower
+            return (1.0 + 0.02 * k + (0.13 if k and call > 100 else 0.0)) * slower
+
+        tokens, seconds, _ = simulate(AutoLength(8, table=CAPTURED), 0.02, cost, 3000, 4, seed)
+        assert tokens / 4 * (plain / 3000) > 0.98 * seconds
+
+
+@pytest.mark.parametrize(("batch", "rate", "each"), [(1, 0.6, 0.2), (1, 0.4, 0.2), (1, 0.5, 0.1), (2, 0.6, 0.2)])
+def test_drafting_is_not_free_where_no_table_tells_its_cost(batch: int, rate: float, each: float) -> None:
+    best = max(sum(rate**j for j in range(k + 1)) / (1.0 + each * k) for k in range(9))
+    for seed in range(3):
+        chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 1.5)))))
+        tokens, seconds, _ = simulate(chooser, rate, lambda size, k: 1.0 + each * k, 2500, batch, seed)
+        assert tokens / seconds / batch > 0.93 * best
+
+
+def test_lengths_that_were_never_tried_are_not_dearer_than_the_next_ones_tell() -> None:
+    """Without a table, where a draft token costs little and is nearly always right."""
+    tokens, seconds, _ = simulate(AutoLength(8), 0.97, lambda batch, k: 1.0 + 0.02 * k, 1500, batch=32)
+    assert tokens / seconds / 32 > 0.9 * sum(0.97**j for j in range(9)) / 1.16
+
+
+def test_positions_never_seen_are_as_likely_as_the_last_one() -> None:
+    found, (seq,) = Acceptance(), sequences(1)
+    for _ in range(50):
+        found.observe(seq, 2, 2)
+    assert min(found.survival(seq, 8)) > 0.85 and len(found.positions) == 2
+
+
+def test_few_drafted_steps_of_a_slow_moment_are_forgotten() -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 1.8)))))
+    for _ in range(6):
+        costs.observe(1, 0, 1, 1.0)
+        costs.observe(1, 2, 3, 1.2)
+    for _ in range(5):
+        costs.observe(1, 4, 5, 2.8)
+    assert costs.of(1, 4) > 1.9
+    for _ in range(250):
+        costs.observe(1, 2, 3, 1.2)
+    assert costs.of(1, 4) == pytest.approx(1.4, rel=0.1)
+
+
+def test_drafted_steps_that_seem_faster_show_that_plain_ones_were_slow() -> None:
+    costs = StepCosts(CAPTURED)
+    for n in range(40):
+        costs.observe(1, 0, 1, 1.5 if n < 30 else 1.0)
+    assert costs.known(1, 0)
+    for _ in range(200):
+        costs.observe(1, 1, 2, 1.05)
+    assert not costs.known(1, 0), "they are to be measured again"
 
 
 def test_plain_steps_between_drafted_ones_do_not_keep_the_slow_first_ones() -> None:
