@@ -280,17 +280,20 @@ class StepCosts:
 
         With drafts no less than without: measurements that say so are off.
         """
-        plain = self._step(batch, 0, None) * self._factor(bucket(batch), 0)
+        return self.beside(batch, k, rows)[1]
+
+    def beside(self, batch: int, k: int, rows: int | None = None) -> tuple[float, float]:
+        """The same of a plain step and of this one."""
+        size, level = bucket(batch), self.level
+        plain = self._step(batch, 0, None) * self._factor(size, 0)
         if not k:
-            return self.level * plain
-        shorter = None if self.measured or self._told(bucket(batch), k) else self._shorter(bucket(batch), k)
+            return level * plain, level * plain
+        shorter = None if self.measured or self._told(size, k) else self._shorter(size, k)
         if shorter is not None:  # on the line through it and plain steps: a guessed table knows less
-            drafted = plain + k / shorter * (
-                self._step(batch, shorter, None) * self._factor(bucket(batch), shorter) - plain
-            )
+            drafted = plain + k / shorter * (self._step(batch, shorter, None) * self._factor(size, shorter) - plain)
         else:
-            drafted = self._step(batch, k, rows) * self._factor(bucket(batch), k)
-        return self.level * max(plain, drafted)
+            drafted = self._step(batch, k, rows) * self._factor(size, k)
+        return level * plain, level * max(plain, drafted)
 
     def _told(self, size: int, k: int) -> bool:
         """Whether steps of this kind say themselves what they take."""
@@ -319,8 +322,9 @@ class StepCosts:
 
     def _factor(self, size: int, k: int) -> float:
         """Its own correction; else that of plain steps, and how much more drafts were off where both were measured."""
-        if self._told(size, k):
-            return self._cells[size, k].believed
+        own = self._cells.get((size, k))
+        if own is not None and own.count and not (k and self._forgotten(own, k)):
+            return own.factor if k else own.believed
         drafts = self._nearest(size, k, drafted=True) if k else None
         plain = self._nearest(size, 0, drafted=False)
         if drafts is None or plain is None:

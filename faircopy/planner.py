@@ -198,8 +198,9 @@ class AutoLength(DraftLengths):
         if not k or not batch or not self.costs.compared:
             self.ledger.book(0.0, seconds)
             return
-        plain, tokens = self.costs.of(batch, 0), sum(len(decision.tokens) for decision in step.verdict.decisions)
-        self.ledger.drafted(seconds, self.costs.of(batch, k), tokens * plain / batch, plain)
+        plain, expected = self.costs.beside(batch, k)
+        tokens = sum(len(decision.tokens) for decision in step.verdict.decisions)
+        self.ledger.drafted(seconds, expected, tokens * plain / batch, plain)
 
     def _beside_prompts(self, step: FinishedStep, k: int) -> float:
         """Seconds that a drafter costs beside prompts that a captured step reads: what it reads of them, and what its
@@ -346,17 +347,20 @@ class AutoLength(DraftLengths):
         Where all steps read prompts, none can be measured, and that is given up for a while.
         """
         size = bucket(batch)
-        tried = self.costs.tried(batch, 0)
-        soon = self._choices - self._last_reference < APART and size not in self._asked
-        wait = soon and tried >= REFERENCE and not self.costs.doubted(batch)
-        new = tried < REFERENCE and self.costs.steps_of(batch) < SETTLED
-        trusted = new and self.costs.table.captured(batch, 0) and self.costs.as_expected
-        if self.costs.known(batch, 0) or trusted or wait:
+        if self.costs.known(batch, 0) or self._reference_may_wait(batch):
             self._asked.pop(size, None)
             return False
         self._last_reference = self._choices
         self._asked[size] = self._asked.get(size, 0) + 1
         return self._asked[size] % (8 * PROBE) <= 4 * REFERENCE
+
+    def _reference_may_wait(self, batch: int) -> bool:
+        tried = self.costs.tried(batch, 0)
+        if tried < REFERENCE:
+            new = self.costs.steps_of(batch) < SETTLED
+            return new and self.costs.table.captured(batch, 0) and self.costs.as_expected
+        soon = self._choices - self._last_reference < APART and bucket(batch) not in self._asked
+        return soon and not self.costs.doubted(batch)
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
         """Whether reading all texts is paid back soon, and well before they end, by steps that gain this share; for as
