@@ -39,18 +39,22 @@ TEXT = "Once upon a time there was a cat. The cat sat on a mat. The mat was red.
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small target with a tokenizer, taught a simple text so that there is something to guess."""
+    """A small target with a tokenizer that knows a simple text by heart, so that there is something to guess."""
     folder = tmp_path_factory.mktemp("target")
     tokenizer = train_bpe([TEXT], SHAPE.vocab)
     network = fresh(replace(SHAPE, vocab=tokenizer.get_vocab_size()), 1)
     tokens = torch.tensor(tokenizer.encode(TEXT).ids)
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    for step in range(120):
+    for step in range(1000):
         batch = torch.stack([tokens[start : start + 65] for start in range(step % 40, 1400, 350)])
         loss = torch.nn.functional.cross_entropy(network(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
+        if loss.item() < 0.03:
+            break
+    else:
+        pytest.fail(f"after 1,000 steps the target does not know its text: loss {loss.item():.3f}")
     save_llama(network, folder, bos_token_id=0, eos_token_id=0, pad_token_id=1)
     save_tokenizer(tokenizer, folder, SHAPE.context)
     return str(folder)
