@@ -25,6 +25,7 @@ from faircopy.drafters.folder import new_head
 from faircopy.drafters.heads import Head
 from faircopy.kernels.gpu.linear import Linear
 from faircopy.kernels.gpu.suite import KERNELS
+from faircopy.replay.graphs import GraphKey
 from faircopy.testing.launches import Launches
 from tests.test_replay import fused
 
@@ -43,7 +44,7 @@ def levels_of(method: str, nodes: int, levels: int) -> list[Launches]:
     engine = build_engine(model, draft=head, config=config, suite=KERNELS)
     head._product = Linear(torch.zeros(DRAFT_VOCAB, head.config.shape.hidden), exact=False)
     assert engine.captured is not None
-    graph = engine.captured._make_state(BATCH, nodes)
+    graph = engine.captured.graphs.make_state(GraphKey(BATCH, nodes))
     fill = engine.captured._drafter.plan_fill(graph)
     with torch.no_grad(), Launches():
         fill()  # what is made in the trial run

@@ -150,7 +150,7 @@ class Recorded:
         drafter._grow = grown  # type: ignore[method-assign]
         if engine.captured is not None:
             captured = engine.captured._drafter
-            assert isinstance(captured, CapturedHead) and not engine.captured.captured_sizes
+            assert isinstance(captured, CapturedHead) and not engine.captured.graphs.captured_sizes
             self._attach_captured(captured)
             return
         for nodes in range(1, max(engine.draft_lengths.lengths, default=0) + 1):

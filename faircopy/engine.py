@@ -136,7 +136,7 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
-        table = CostTable(target, draft, {} if self.captured is None else dict(self.captured.times))
+        table = CostTable(target, draft, {} if self.captured is None else dict(self.captured.graphs.times))
         return table.with_head(self.drafter.layers / max(1, len(self.target.model.layers)))
 
     @property

@@ -29,7 +29,9 @@ class Ledger(Protocol):
 class CaptureRule(Protocol):
     """What the scheduler sees of captured steps."""
 
-    max_nodes: int  # draft nodes per sequence of a captured step at most
+    @property
+    def max_nodes(self) -> int:
+        """Draft nodes per sequence of a captured step, at most."""
 
     def nodes_for(self, k: int) -> int:
         """Nodes per sequence of the captured step that drafts of k nodes run in: k or more."""

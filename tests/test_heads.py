@@ -33,6 +33,7 @@ from faircopy.layout.pool import PagePool
 from faircopy.model.base import Model, Taps
 from faircopy.model.loader import load_tokenizer
 from faircopy.model.runner import Runner
+from faircopy.replay.graphs import GraphKey
 from faircopy.testing import Plain, SpyDrafter, TableModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
 from tests.helpers import (
@@ -489,10 +490,10 @@ def test_heads_that_are_off_read_nothing_and_timing_writes_nothing(checkpoint: C
         assert engine.meter.drafter_rows == 0
     engine = build_engine(model, draft=head, config=EngineConfig(cache_memory="8MiB", k=3), suite=TWINS)
     assert engine.captured is not None
-    graph, step = engine.captured._graph(4, 3)
+    graph, step = engine.captured.graphs.get(GraphKey(4, 3))
     pools = [pool for layout in engine.layouts for pool in layout.all_pools()]  # type: ignore[attr-defined]
-    with engine.captured._kept(graph):
-        engine.captured._pretend(graph)
+    with engine.captured.graphs.kept(graph):
+        engine.captured.graphs.pretend(graph)
         step.start()
     assert not any(pool[: graph.scratch].any() for pool in pools)
 
@@ -654,9 +655,9 @@ def test_kernels_grow_the_trees_of_their_twins(checkpoint: Callable[..., str], m
         config = EngineConfig(cache_memory="8MiB", k=k, max_batch=2)
         engine = build_engine(model, draft=head, config=config, suite=suite)
         assert engine.captured is not None
-        graph = engine.captured._make_state(2, k)
+        graph = engine.captured.graphs.make_state(GraphKey(2, k))
         work = engine.captured._drafter.plan_fill(graph)
-        engine.captured._pretend(graph)
+        engine.captured.graphs.pretend(graph)
         generator = torch.Generator().manual_seed(3)
         states = engine.captured._drafter.reads_hidden_states
         assert states is not None and graph.trees is not None
@@ -748,7 +749,7 @@ def test_few_unread_rows_are_read_alone(
     """Graphs that read no more rows than the step before can have left draft what those for full batch slots do."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
-    from faircopy.replay import runner
+    from faircopy.replay import graphs as step_graphs
     from tests.test_replay import fused
 
     folder = checkpoint("llama")
@@ -770,11 +771,11 @@ def test_few_unread_rows_are_read_alone(
             return [min(most, 1) if self.calls % 11 == seq.id else most for seq in seqs]
 
     def drafts(few_read: int) -> tuple[list[Draft], set[tuple[int, int]]]:
-        monkeypatch.setattr(runner, "FEW_READ", few_read)
+        monkeypatch.setattr(step_graphs, "FEW_READ", few_read)
         engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Sizes())
         engine.warm_up()
         assert engine.captured is not None
-        made, read, seen = dict(engine.captured._following), set[tuple[int, int]](), list[Draft]()
+        made, read, seen = engine.captured.graphs.keys, set[tuple[int, int]](), list[Draft]()
         start, observe = engine.captured.start, engine.draft_lengths.observe
 
         def started(*args: Any, **named: Any) -> Any:
@@ -785,7 +786,7 @@ def test_few_unread_rows_are_read_alone(
         engine.captured.start = started  # type: ignore[method-assign]
         engine.draft_lengths.observe = lambda step, seconds: (seen.append(step.draft), observe(step, seconds))[1]
         outputs = [seq.output for seq in run(engine, requests)]
-        assert outputs == plain and engine.captured._following == made, "nothing is captured on a request's time"
+        assert outputs == plain and engine.captured.graphs.keys == made, "nothing is captured on a request's time"
         return seen, read
 
     plain = [seq.output for seq in run(build_engine(model, config=config, suite=TWINS), requests)]
@@ -801,7 +802,7 @@ def test_few_unread_rows_are_all_that_there_are(seed: int, shared: bool, monkeyp
     preemptions and sequences that come later."""
     pytest.importorskip("triton")
     from faircopy.kernels.gpu.suite import TWINS
-    from faircopy.replay import runner
+    from faircopy.replay import graphs as step_graphs
     from tests.test_replay import fused
 
     model, source = fused(bundled.target()), random.Random(seed)
@@ -835,7 +836,7 @@ def test_few_unread_rows_are_all_that_there_are(seed: int, shared: bool, monkeyp
             return [self.most if seq.request.k is None else seq.request.k for seq in seqs]
 
     def outputs(few_read: int) -> tuple[list[list[int]], list[list[list[int]]], int]:
-        monkeypatch.setattr(runner, "FEW_READ", few_read)
+        monkeypatch.setattr(step_graphs, "FEW_READ", few_read)
         engine = build_engine(model, draft=head, config=config, suite=TWINS, draft_lengths=Lengths())
         drafts, observe = list[list[list[int]]](), engine.draft_lengths.observe
         engine.draft_lengths.observe = lambda step, seconds: (drafts.append(step.draft.tokens), observe(step, seconds))[
@@ -847,7 +848,7 @@ def test_few_unread_rows_are_all_that_there_are(seed: int, shared: bool, monkeyp
                 seqs.append(engine.add(coming.pop(0)))
             engine.step()
         assert engine.captured is not None
-        return [seq.output for seq in seqs], drafts, len(engine.captured._following)
+        return [seq.output for seq in seqs], drafts, sum(key.unread > 0 for key in engine.captured.graphs.keys)
 
     alone = EngineConfig(cache_memory="8MiB", graphs=False)
     plain = [seq.output for seq in run(build_engine(model, config=alone, suite=TWINS), requests)]

@@ -19,7 +19,7 @@ from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model.fused import Fused
 from faircopy.planner import AutoLength
-from faircopy.replay import runner
+from faircopy.replay import graphs
 from faircopy.replay.in_flight import InFlightStep
 from faircopy.types import Request, Sequence
 from tests.helpers import head_for, load, random_prompts
@@ -98,12 +98,12 @@ def test_texts_that_join_are_plain_decodings(folder: str, model: Fused, plain: A
     assert engine.captured is not None
     if warm:
         engine.warm_up()
-    made, steps = dict(engine.captured._joining), watch(engine)
+    made, steps = engine.captured.graphs.keys, watch(engine)
     assert texts(engine, [engine.add(request) for request in requests(model.vocab)]) == plain
     joined = [step for step in steps if step.joined]
     assert len(joined) > 5 and sum(step.prompt_rows for step in joined) > 60
     assert engine.meter.steps - engine.meter.captured_steps <= 1, "prompts fit into captured steps"
-    assert not warm or engine.captured._joining == made, "nothing is captured on a request's time"
+    assert not warm or engine.captured.graphs.keys == made, "nothing is captured on a request's time"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -130,7 +130,7 @@ def test_drafts_behind_a_prompt_read_in_a_captured_step_are_those_of_an_eager_on
         return found
 
     joined = counts()
-    monkeypatch.setattr(runner, "JOINING", {})
+    monkeypatch.setattr(graphs, "JOINING", {})
     eager = counts()
     if method == "model":  # it drafts in the step that reads the prompt, too
         assert all(mine[0] <= other[0] for mine, other in zip(joined, eager, strict=True))
@@ -152,7 +152,7 @@ def test_a_batch_that_shrinks_runs_in_smaller_graphs(
     engine = build(folder, model, method, max_batch=16)
     engine.warm_up()
     assert engine.captured is not None
-    sizes, steps = sorted({size for size, _ in engine.captured.captured_sizes}), watch(engine)
+    sizes, steps = sorted({size for size, _ in engine.captured.graphs.captured_sizes}), watch(engine)
     found = counts(engine)
     steady = [step for step in steps if not step.joined]
     assert all(step.graph.size == next(n for n in sizes if n >= len(step.plan.seqs)) for step in steady)
@@ -163,7 +163,7 @@ def test_a_batch_that_shrinks_runs_in_smaller_graphs(
         if other.batch_slots.get(seq, n) != n
     ]
     assert len(moves) > 3
-    monkeypatch.setattr(runner, "BUCKETS", (16,))
+    monkeypatch.setattr(graphs, "BUCKETS", (16,))
     assert counts(build(folder, model, method, max_batch=16)) == found
 
 
@@ -254,8 +254,8 @@ def test_graphs_hold_what_is_asked_of_them() -> None:
         for size in (8, 16, 32, 64):
             for k in captured or (0, 1, 4, 9):
                 for rows in (0, 1, 40, 41, 100, 160):
-                    found = runner.joining_graph(size, k, rows, captured)
+                    found = graphs.joining_key(size, k, rows, captured)
                     assert found is not None and found.prompts >= rows
                     assert (found.k > 0) == (k > 0) and (not captured or found.k in captured)
-                    assert runner.joining_graph(size, found.k, rows, captured).k == found.k  # type: ignore[union-attr]
-        assert runner.joining_graph(8, 0, 1000, captured) is None
+                    assert graphs.joining_key(size, found.k, rows, captured).k == found.k  # type: ignore[union-attr]
+        assert graphs.joining_key(8, 0, 1000, captured) is None

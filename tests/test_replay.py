@@ -31,8 +31,9 @@ from faircopy.model.base import Model
 from faircopy.model.fused import Fused, fused_weights
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.model.weights import Source, decoder_spec
-from faircopy.replay import passes as graphs
-from faircopy.replay import runner
+from faircopy.replay import graphs, runner
+from faircopy.replay import passes as host_passes
+from faircopy.replay.graphs import GraphKey
 from faircopy.replay.steps import ROWS
 from faircopy.testing.simulated_device import FreeModel
 from faircopy.types import Batch, Draft, Request, SamplingParams, Sequence
@@ -53,13 +54,13 @@ def fused(folder: str) -> Fused:
 @pytest.fixture(autouse=True)
 def every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack the smallest batches too."""
-    monkeypatch.setattr(runner, "FEW_ROWS", 0)
+    monkeypatch.setattr(graphs, "FEW_ROWS", 0)
 
 
 @pytest.fixture
 def prompts_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured steps read no prompts."""
-    monkeypatch.setattr(runner, "JOINING", {})
+    monkeypatch.setattr(graphs, "JOINING", {})
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +187,17 @@ def test_a_broken_model_ends_its_requests_and_nothing_else(pair, plain, drafter,
         assert seq.finished == "error" or seq.output == text
 
 
-@pytest.mark.parametrize("drafter,where", [("model", "collect"), ("ngram", "collect"), ("ngram", "_read")])
+@pytest.mark.parametrize("drafter,where", [("model", "collect"), ("ngram", "collect"), ("ngram", "read")])
 def test_an_exception_in_a_captured_step_costs_time_and_no_text(pair, plain, drafter, where) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=2)
     seqs = ask(engine, WARM)
     for _ in range(3):
         engine.step()
-    setattr(engine.captured, where, lambda *_: 1 / 0)
+    owner = engine.captured._host if where == "read" else engine.captured
+    setattr(owner, where, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    delattr(engine.captured, where)
+    delattr(owner, where)
     assert finish(engine, seqs) == plain[repr(WARM)]
 
 
@@ -214,10 +216,10 @@ def test_smaller_graphs_are_made_while_steps_are_in_flight(pair, drafter, k) -> 
 def test_warming_up_captures_once_and_for_all(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=3)
     engine.captured.warm((3,))
-    made = engine.captured.captured_sizes
+    made = engine.captured.graphs.captured_sizes
     assert {k for _, k in made} == {0, 3} and {4, 2, 1} <= {size for size, _ in made}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert engine.captured.captured_sizes == made
+    assert engine.captured.graphs.captured_sizes == made
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
@@ -250,7 +252,7 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
     ways: list[dict[str, object]] = [{"graphs": False}, {}, {"pack_rows": False}]
     host, engine, padded = (build(pair, "ngram", k=7, **way) for way in ways)
     engine.captured.warm((7,))
-    reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
+    reads, starts = spy(engine.captured._host, "read"), spy(engine.captured, "start")
     for other in (host, engine, padded):
         assert finish(other, ask(other, params)) == plain[repr(params)]
     meters = [other.meter for other in (host, engine, padded)]
@@ -265,16 +267,16 @@ def test_only_nodes_that_were_found_are_fed(pair, plain, params) -> None:  # typ
 def test_warming_up_captures_every_number_of_rows(pair, plain) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "ngram", k=7)
     engine.captured.warm((7,))
-    made = engine.captured.captured_sizes
+    made = engine.captured.graphs.captured_sizes
     assert {size: rows for (size, k), rows in made.items() if k} == {4: {8, 16, 32}, 2: {8, 16}, 1: {8}}
     assert finish(engine, ask(engine, GREEDY)) == plain[repr(GREEDY)]
-    assert engine.captured.captured_sizes == made
+    assert engine.captured.graphs.captured_sizes == made
 
 
 @pytest.mark.usefixtures("prompts_by_the_host")
 def test_empty_batch_slots_feed_no_rows(pair) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, NgramDrafter(30, 30), k=3)  # nothing is found
-    reads, starts = spy(engine.captured, "_read"), spy(engine.captured, "start")
+    reads, starts = spy(engine.captured._host, "read"), spy(engine.captured, "start")
     each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 12, 20)]
     finish(engine, [engine.add(Request(tuple(p), q)) for p, q in zip(PROMPTS, each, strict=False)])
     seen = {(f.graph.size, len(f.batch_slots), total) for (_, f), (_, total) in zip(starts, reads, strict=True)}
@@ -287,7 +289,7 @@ def test_plain_decoding_feeds_one_row_per_sequence_whatever_k_is(pair, plain, k)
     engine.captured.warm((4,))
     starts = count_starts(engine)
     assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
-    assert len(starts) > 10 and {k for _, k in engine.captured.captured_sizes} == {0}
+    assert len(starts) > 10 and {k for _, k in engine.captured.graphs.captured_sizes} == {0}
     assert engine.meter.drafted == 0
 
 
@@ -376,7 +378,7 @@ def test_a_draft_model_of_shorter_context_is_captured_too(pair, plain) -> None: 
     reach = engine.captured._batch_slots.control.shape[1] * 8
     plans = [
         p
-        for graph, _ in engine.captured._captured.values()
+        for graph, _ in engine.captured.graphs._made.values()
         for p in graph.node_rows(engine.target.layout, 0).plans.values()
     ]
     assert all(plan.blocks * 128 >= pair[0].context for plan in plans) and reach >= pair[0].context
@@ -481,7 +483,7 @@ BAD_WORDS = ((5,), (9, 11), (11, 12, 13))
 @pytest.mark.parametrize("few_rows", [0, 64])
 def test_every_sampling_parameter_in_captured_steps(pair, drafter, k, few_rows, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Requests of all kinds share captured steps and get the tokens they get alone in eager ones."""
-    monkeypatch.setattr(runner, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(graphs, "FEW_ROWS", few_rows)
 
     def ask_all(engine: Engine) -> list[Sequence]:
         nonlocal asked
@@ -508,10 +510,10 @@ def test_every_sampling_parameter_in_captured_steps(pair, drafter, k, few_rows, 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model"])
 def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Prompts in chunks and host drafts go through padded passes of the next larger size, and change no token."""
-    monkeypatch.setattr(graphs, "ROWS", (4, 8, 16))
-    monkeypatch.setattr(graphs, "WANTED", 6)
+    monkeypatch.setattr(host_passes, "ROWS", (4, 8, 16))
+    monkeypatch.setattr(host_passes, "WANTED", 6)
     sizes = []
-    graph = graphs.CapturedPasses._graph
+    graph = host_passes.CapturedPasses._graph
 
     def counted(self, rows):  # type: ignore[no-untyped-def]
         sizes.append(rows)
@@ -519,7 +521,7 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
         assert len(made._logits) == min(rows, 6), "the wanted rows' logits alone"
         return made
 
-    monkeypatch.setattr(graphs.CapturedPasses, "_graph", counted)
+    monkeypatch.setattr(host_passes.CapturedPasses, "_graph", counted)
     far = SamplingParams(max_tokens=23, logprobs=21)  # not for captured steps
     for params in (GREEDY, far):
         engine = build(pair, drafter, k=3, chunk=13)
@@ -530,13 +532,13 @@ def test_passes_of_the_host_run_in_graphs_of_fixed_size(pair, plain, drafter, mo
 @pytest.mark.usefixtures("prompts_by_the_host")
 def test_steps_that_read_prompts_draft_no_more_than_a_graph_has_logits_for(pair, plain, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """N-gram drafts beside prompts: with all nodes of k the pass would be launched kernel by kernel."""
-    for module in (graphs, runner):
+    for module in (host_passes, runner):
         monkeypatch.setattr(module, "WANTED", 8)
     by_kernels, wanted = [], []
-    monkeypatch.setattr(graphs.CapturedPasses, "_forward", lambda *args: by_kernels.append(args))
-    size = graphs.CapturedPasses._size
+    monkeypatch.setattr(host_passes.CapturedPasses, "_forward", lambda *args: by_kernels.append(args))
+    size = host_passes.CapturedPasses._size
     monkeypatch.setattr(
-        graphs.CapturedPasses,
+        host_passes.CapturedPasses,
         "_size",
         lambda self, listed, batch: (wanted.append(len(listed.wanted)), size(self, listed, batch))[1],
     )
@@ -550,9 +552,9 @@ def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-d
     engine = build(pair, "model", k=2)
     engine.warm_up()
     found = engine.target.passes
-    assert set(found.times) == set(graphs.ROWS)
-    assert found.mixed_step_rows(1e-9) == min(graphs.ROWS)
-    assert found.mixed_step_rows(1e9) == max(graphs.ROWS)
+    assert set(found.times) == set(host_passes.ROWS)
+    assert found.mixed_step_rows(1e-9) == min(host_passes.ROWS)
+    assert found.mixed_step_rows(1e9) == max(host_passes.ROWS)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
@@ -560,11 +562,11 @@ def test_nothing_is_captured_after_warm_up(pair, plain, drafter) -> None:  # typ
     """Requests with fewer draft tokens, or none, run in the graphs that are there."""
     engine = build(pair, drafter, k=3)
     engine.warm_up()
-    before = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    before = {size: set(rows) for size, rows in engine.captured.graphs.captured_sizes.items()}
     passes = set(engine.target.passes._graphs)
     for k in (None, 1, 0, 2):
         assert finish(engine, ask(engine, GREEDY, k)) == plain[repr(GREEDY)]
-    assert engine.captured.captured_sizes == before
+    assert engine.captured.graphs.captured_sizes == before
     assert set(engine.target.passes._graphs) == passes
 
 
@@ -630,10 +632,10 @@ def test_draft_lengths_may_change_between_captured_steps(pair, plain, drafter: s
         engine = build(pair, drafter, k=4, draft_lengths=Wandering(seed))
         if warm:
             engine.warm_up()
-        known = engine.captured.captured_sizes
+        known = engine.captured.graphs.captured_sizes
         starts = count_starts(engine)
         assert finish(engine, ask(engine, params)) == plain[repr(params)]
-        assert len(starts) > 4 and (not warm or engine.captured.captured_sizes == known)
+        assert len(starts) > 4 and (not warm or engine.captured.graphs.captured_sizes == known)
 
 
 class EverySecond(DraftLengths):
@@ -666,9 +668,9 @@ def test_costs_of_a_target_whose_passes_are_no_graphs_are_learned(pair, plain) -
 def test_measured_lengths_in_captured_steps(pair, plain, drafter: str) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, drafter, k=3, auto=True)
     engine.warm_up()
-    known = {size: set(rows) for size, rows in engine.captured.captured_sizes.items()}
+    known = {size: set(rows) for size, rows in engine.captured.graphs.captured_sizes.items()}
     assert finish(engine, ask(engine, WARM)) == plain[repr(WARM)]
-    assert engine.captured.captured_sizes == known
+    assert engine.captured.graphs.captured_sizes == known
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model"])
@@ -682,10 +684,10 @@ def test_steps_are_timed_with_texts_and_change_none(pair, plain, drafter) -> Non
     pools = [pool for layout in engine.layouts for pool in layout.all_pools()]
     before = [pool[:scratch].clone() for pool in pools]
     captured.warm(engine.draft_lengths.lengths)
-    for size, k in captured.captured_sizes:
-        graph, step = captured._graph(size, k)
-        with captured._kept(graph):
-            captured._pretend(graph)
+    for size, k in captured.graphs.captured_sizes:
+        graph, step = captured.graphs.get(GraphKey(size, k))
+        with captured.graphs.kept(graph):
+            captured.graphs.pretend(graph)
             step.start()
             lengths = graph.batch_slots.lengths.tolist()
             assert min(lengths) > 300 and max(lengths) < 512

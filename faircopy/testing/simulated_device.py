@@ -61,7 +61,7 @@ class SimulatedDevice:
         self.busy: dict[str, float] = {}  # seconds of the device by what it did
         self._ends: dict[int, float] = {}  # when captured steps in flight will have ended
         if engine.captured is not None:
-            engine.captured.times = dict(self._table.steps)
+            engine.captured.graphs.times = dict(self._table.steps)
         engine.draft_lengths.use(self._table)
         self._watch()
 
@@ -118,7 +118,7 @@ def _steps(engine: Engine, table: CostTable) -> dict[tuple[int, int], float]:
     if engine.captured is None:
         return {}
     engine.captured.warm(engine.draft_lengths.lengths)
-    return {(size, k): table.step(size, k) for size, k in engine.captured.captured_sizes}
+    return {(size, k): table.step(size, k) for size, k in engine.captured.graphs.captured_sizes}
 
 
 def _after(owner: Any, name: str, then: Any) -> None:
