@@ -6,27 +6,32 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
-FIRST = 5  # measurements of a kind of which the median counts
+MEDIAN_OF = 5  # measurements of a kind of which the median counts
 FEW = 10  # drafted steps of a kind that are forgotten once they are stale
 NEAR = 3  # steps of a kind after which the level follows it
 STALE = 200  # steps after which a kind that has not run is measured anew,
-STALE_CAPTURED = 2000  # plain ones where steps are captured, whose times change little,
+STALE_CAPTURED = 400  # plain ones where steps are captured, whose times change less,
 STALE_DRIFTED = 64  # plain ones where the level has moved by DRIFT since,
 STALE_NEW = 16  # and those this many steps after they were first measured, or found changed by DRIFT: a machine has
 # slow moments, and an engine's first steps are slow
 CHEAPER = 0.97  # drafted steps that take this share of plain ones, as these were measured, show that they are off,
-AGAIN = 128  # unless that was asked so few steps ago
+AGAIN = 24  # unless that was asked so few steps ago
 LEVELLING = 0.1  # share of a step's deviation that counts for steps of all kinds
 SHORTEST = 1e-9  # seconds that anything takes at least
 SLOW_START = 3.0  # a kind's first step is not counted if it takes this much longer than expected
 DRIFT = 1.15  # up or down
+AGREES = 1.05  # one stale plain step that is no further from what was known confirms it: up or down
 OUTLIER = 1.75  # what takes more than this many times as long as expected counts as much as that
 REFERENCE = 3  # plain steps that say what plain decoding takes
+NOTICED = 0.03  # share of a plain step that drafts must add by the table, for other lengths to be judged by them
+LOWEST = 0.25  # share of what a measured table says at least: if drafts seem to add less, plain steps were slow ones
+LOOKED_UP = 4096  # costs of a table that are kept at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ class _Cell:
     first: list[float] = field(default_factory=list)  # of them, since it was last measured anew
     fresh: int = 0  # measurements since then
     before: float = 0.0  # the factor until then
-    doubted: int | None = None  # of plain ones: the number of the step, of all, since when it waits to be confirmed
+    doubted_since: int | None = None  # of plain ones: the number of the step since when it waits to be confirmed
     last: int = 0  # the number of its last step
     level: float = 0.0  # at that time
 
@@ -147,27 +152,31 @@ class _Cell:
         Of a kind that is measured anew the old factor stays until there are a few.
         """
         self.fresh += 1
-        if len(self.first) < FIRST:
+        if len(self.first) < MEDIAN_OF:
             self.first.append(found)
-            if self.count <= FIRST or len(self.first) >= REFERENCE:
+            if self.count <= MEDIAN_OF or len(self.first) >= REFERENCE:
                 self.factor = median_low(self.first)
         else:
             self.factor += max(SMOOTHING, 1.0 / self.fresh) * (min(found, OUTLIER * self.factor) - self.factor)
 
     @property
-    def believed(self) -> float:
+    def confirmed(self) -> float:
         """The factor; until a change is confirmed, the smaller one."""
-        return min(self.factor, self.before) if self.doubted is not None and self.before else self.factor
+        return min(self.factor, self.before) if self.doubted_since is not None and self.before else self.factor
+
+    def agrees(self, found: float) -> bool:
+        """Whether a new measurement is about what is known."""
+        return len(self.first) >= REFERENCE and self.factor / AGREES <= found <= self.factor * AGREES
 
     def measure_anew(self) -> None:
-        self.before, self.doubted, self.fresh = self.factor, None, 0
+        self.before, self.fresh = self.factor, 0
         self.first.clear()
 
     def doubt(self, step: int) -> None:
         """What was measured anew is to be confirmed if it is another number than before."""
         changed = not self.before / DRIFT <= self.factor <= self.before * DRIFT
         if self.before and self.fresh == REFERENCE and changed:
-            self.doubted = step
+            self.doubted_since = step
 
 
 class StepCosts:
@@ -180,7 +189,7 @@ class StepCosts:
     def __init__(self, table: CostTable = GUESSED) -> None:
         self.table = table
         self._level = 0.0  # 0: nothing was measured
-        self._expected: dict[tuple[int, int, int | None], float] = {}  # what the table says, looked up once
+        self._step = lru_cache(LOOKED_UP)(table.step)
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._steps = 0  # that ran, few of which are not measured
 
@@ -202,7 +211,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.get((bucket(batch), k))
         if cell is None:
-            cell = self._cells[bucket(batch), k] = _Cell(doubted=None if k else self._steps)
+            cell = self._cells[bucket(batch), k] = _Cell(doubted_since=None if k else self._steps)
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
@@ -212,7 +221,9 @@ class StepCosts:
         if cell.count == 1 and found > SLOW_START:
             return  # it may have compiled or captured something
         if self._stale(cell, k):
-            cell.measure_anew()
+            if k or not cell.agrees(found):
+                cell.measure_anew()
+            cell.doubted_since = None
         elif len(cell.first) >= NEAR:
             self._level *= 1.0 + LEVELLING * (min(OUTLIER, found / cell.factor) - 1.0)
         cell.add(found)
@@ -233,17 +244,17 @@ class StepCosts:
     def ask_again(self, batch: int) -> None:
         """Plain steps of this size are to be measured anew now, if any were."""
         plain = self._cells.get((bucket(batch), 0))
-        if plain is not None and plain.doubted is None:
-            plain.doubted = self._steps - STALE_NEW
+        if plain is not None and plain.doubted_since is None:
+            plain.doubted_since = self._steps - STALE_NEW
 
-    def pass_over(self) -> None:
+    def count_unmeasured(self) -> None:
         """A step has run whose time is not looked at."""
         self._steps += 1
 
     def doubted(self, batch: int) -> bool:
         """Whether what plain steps take was measured at a time that may have been a slow one."""
         cell = self._cells.get((bucket(batch), 0))
-        return cell is not None and cell.doubted is not None
+        return cell is not None and cell.doubted_since is not None
 
     def known(self, batch: int, k: int) -> bool:
         """Whether enough steps of this kind were measured, and not too long ago."""
@@ -258,8 +269,8 @@ class StepCosts:
 
     def _stale(self, cell: _Cell, k: int) -> bool:
         """Whether a kind has not run for so long that it should be measured anew."""
-        if k == 0 and cell.doubted is not None:
-            return self._steps - cell.doubted >= STALE_NEW
+        if k == 0 and cell.doubted_since is not None:
+            return self._steps - cell.doubted_since >= STALE_NEW
         return self._steps - cell.last >= (self._plain_stale_after(cell) if k == 0 else STALE)
 
     def _plain_stale_after(self, cell: _Cell) -> int:
@@ -280,20 +291,31 @@ class StepCosts:
 
         With drafts no less than without: measurements that say so are off.
         """
-        return self.beside(batch, k, rows)[1]
+        return self.plain_and_drafted(batch, k, rows)[1]
 
-    def beside(self, batch: int, k: int, rows: int | None = None) -> tuple[float, float]:
+    def plain_and_drafted(self, batch: int, k: int, rows: int | None = None) -> tuple[float, float]:
         """The same of a plain step and of this one."""
         size, level = bucket(batch), self.level
         plain = self._step(batch, 0, None) * self._factor(size, 0)
         if not k:
             return level * plain, level * plain
-        shorter = None if self.measured or self._told(size, k) else self._shorter(size, k)
-        if shorter is not None:  # on the line through it and plain steps: a guessed table knows less
-            drafted = plain + k / shorter * (self._step(batch, shorter, None) * self._factor(size, shorter) - plain)
-        else:
+        drafted = None if self._told(size, k) else self._by_another_length(batch, k, rows, plain)
+        if drafted is None:
             drafted = self._step(batch, k, rows) * self._factor(size, k)
         return level * plain, level * max(plain, drafted)
+
+    def _by_another_length(self, batch: int, k: int, rows: int | None, plain: float) -> float | None:
+        """A drafted step of a length that was not measured, by the nearest one that was: a table that is wrong in what
+        drafts of one length add to a plain step is as many times wrong for others. None: nothing can be said."""
+        size, base = bucket(batch), self._step(batch, 0, None)
+        near = self._nearest_told(size, k)
+        adds = 0.0 if near is None else self._step(batch, near, None) - base
+        if near is None or adds < NOTICED * base:
+            return None
+        times = max(0.0, self._step(batch, near, None) * self._factor(size, near) - plain) / adds
+        if self.measured and times < LOWEST:
+            return None  # more likely plain steps were measured in a slow moment
+        return plain + times * max(0.0, self._step(batch, k, rows) - base)
 
     def _told(self, size: int, k: int) -> bool:
         """Whether steps of this kind say themselves what they take."""
@@ -304,16 +326,10 @@ class StepCosts:
         """Of drafted steps: few ran, long ago, perhaps in a slow moment. Others of the size tell as much."""
         return k > 0 and cell.count <= FEW and self._steps - cell.last >= STALE
 
-    def _shorter(self, size: int, k: int) -> int | None:
-        """The longest length below k that was measured in batches of this size."""
-        tried = (length for at, length in self._cells if at == size and 0 < length < k)
-        return max((length for length in tried if not self._forgotten(self._cells[size, length], length)), default=None)
-
-    def _step(self, batch: int, k: int, rows: int | None) -> float:
-        found = self._expected.get((batch, k, rows))
-        if found is None:
-            found = self._expected[batch, k, rows] = self.table.step(batch, k, rows)
-        return found
+    def _nearest_told(self, size: int, k: int) -> int | None:
+        """The nearest draft length that says itself what its steps take in batches of this size."""
+        told = (length for at, length in self._cells if at == size and length and self._told(size, length))
+        return min(told, key=lambda length: abs(length - k), default=None)
 
     @property
     def level(self) -> float:
@@ -324,14 +340,14 @@ class StepCosts:
         """Its own correction; else that of plain steps, and how much more drafts were off where both were measured."""
         own = self._cells.get((size, k))
         if own is not None and own.count and not (k and self._forgotten(own, k)):
-            return own.factor if k else own.believed
+            return own.factor if k else own.confirmed
         drafts = self._nearest(size, k, drafted=True) if k else None
         plain = self._nearest(size, 0, drafted=False)
         if drafts is None or plain is None:
             known = drafts or plain or self._nearest(size, k, drafted=True)
-            return self._cells[known].believed if known else 1.0
+            return self._cells[known].confirmed if known else 1.0
         beside = self._nearest(drafts[0], 0, drafted=False) or plain
-        return self._cells[plain].believed * self._cells[drafts].believed / self._cells[beside].believed
+        return self._cells[plain].confirmed * self._cells[drafts].confirmed / self._cells[beside].confirmed
 
     def _nearest(self, size: int, k: int, drafted: bool) -> tuple[int, int] | None:
         """The kind of steps that were measured in the nearest size of a batch, with the nearest k."""

@@ -6,9 +6,10 @@ ALLOWANCE = 0.01  # share of the time that drafting may have cost without return
 START = 4  # plain steps that it may have cost besides, in trials: in large batches in the first one alone
 SURE = 4  # plain steps that it may have cost besides while measured acceptance and costs say that it pays
 PAYBACK = 128  # steps in which a drafter that was off must bring in what reading all texts costs
-SLOW = 2.0  # what a step takes beyond this many steps of its kind is the machine's, not the drafter's,
-FORGIVEN = 32  # as far as it is no more than this many plain steps in all; it is lent, and must be made up for in
-LENT = 1024  # plain steps
+SLOW = 2.0  # time of a step beyond this many times the expected one is taken for the machine's, not the drafter's
+FORGIVEN = 32  # plain steps of such time that are lent, in all
+LENT = 1024  # plain steps within which they must be made up for
+PAUSE = 64  # plain steps at most that count of one step which took longer than what is left of FORGIVEN
 
 
 class Ledger:
@@ -19,25 +20,28 @@ class Ledger:
         self.behind = False  # drafting has cost too much and must wait
         self._reading = 0.0  # what reading texts has cost and is to be paid back
         self._forgiven = 0.0  # plain steps that slow moments have cost
-        self._stalled = False  # one step took longer than that allows
+        self._paused = False  # one step took longer than what was left of that
         self._loan, self._lent_at = 0.0, 0.0  # what slow moments have cost, and when the last one ended
 
     def drafted(self, seconds: float, expected: float, gained: float, plain: float) -> None:
         """A drafted step; gained: what plain decoding would have taken for its tokens.
 
-        A slow step at the beginning would keep a good drafter off for long. So what steps take beyond SLOW times the
-        expected time is lent for a while: as far as FORGIVEN allows, and once however long the step was, as one is in
-        which Python collects garbage.
+        One slow step at the beginning would keep a good drafter off for long, so it is lent for a while: as far as
+        FORGIVEN allows, and once beyond that, as when the process was stopped.
         """
+        slow = max(0.0, seconds - SLOW * expected)
+        pause = slow > (FORGIVEN - self._forgiven) * plain and not self._paused
+        if pause:
+            counted = min(slow, PAUSE * plain)
+            seconds, slow = seconds - slow + counted, counted
         self.book(gained - seconds, seconds)
-        excess = seconds - SLOW * expected
-        if 0.0 < excess < (FORGIVEN - self._forgiven) * plain:
-            self._forgiven += excess / plain
-        elif excess > 0.0 and not self._stalled:
-            self._stalled = True
+        if pause:
+            self._paused = True
+        elif 0.0 < slow <= (FORGIVEN - self._forgiven) * plain:
+            self._forgiven += slow / plain
         else:
             return
-        self._loan, self._lent_at = self._lent(plain) + excess, self.elapsed
+        self._loan, self._lent_at = self._lent(plain) + slow, self.elapsed
 
     def book(self, saved: float, seconds: float) -> None:
         """Something took these seconds, and drafting has saved so much in it, or cost."""

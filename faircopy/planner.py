@@ -26,11 +26,11 @@ from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 BETTER = 1.02  # a change of k must promise this much
 HOLD = 8  # steps a choice is kept
 HOLD_OFF = 32  # the same while nothing is drafted, so that nothing is learned of drafts
-SAMPLED = 8  # while drafting is off, one of this many steps is looked at: they are alike
+MEASURED_EVERY = 8  # while drafting is off, one of this many steps is looked at: they are alike
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
-FIRST = 2  # draft tokens of a trial
+TRIAL_K = 2  # draft tokens of a trial
 TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
@@ -77,9 +77,11 @@ def _paid_length(step: FinishedStep) -> int:
     return asked if step.rows >= len(step.batch) * (asked + 1) else found
 
 
-def _drafts_as_asked(step: FinishedStep) -> bool:
-    """Whether requests brought draft lengths of their own: the step's time is not what was chosen here."""
-    return any(nodes and seq.request.k for seq, nodes in zip(step.batch.seqs, step.batch.max_nodes, strict=True))
+def _longest_is_asked_for(step: FinishedStep) -> bool:
+    """Whether a request with a draft length of its own has the longest draft: the step's time is not what was chosen
+    here."""
+    nodes = [(room, seq.request.k is None) for seq, room in zip(step.batch.seqs, step.batch.max_nodes, strict=True)]
+    return not max(nodes)[1]
 
 
 class AutoLength(DraftLengths):
@@ -104,9 +106,9 @@ class AutoLength(DraftLengths):
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
         self.k = 0  # the present choice
         self.reason = "nothing is measured yet"
-        self._row = 0.0  # tokens that a verified row costs in time
-        self._worth = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
-        self._alone = 0.0  # the same for a draft token that has the drafter's pass to itself
+        self._row_cost = 0.0  # tokens that a verified row costs in time
+        self._token_cost = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
+        self._token_cost_alone = 0.0  # the same for a draft token that has the drafter's pass to itself
         self._choices = 0  # so far; the number of the one at which
         self._last_look = -HOLD_OFF  # rates were compared,
         self._last_drafts = 0  # drafts were wanted,
@@ -116,10 +118,11 @@ class AutoLength(DraftLengths):
         self._trial: Trial | None = None
         self._drafts = 0  # that were verified
         self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
+        self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
         self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
-        self._batch = 1  # sequences of the last choice
+        self._batch = 1  # sequences of the last choice, those with a k of their own included
 
     def use(self, table: CostTable) -> None:
         """Costs were measured; what was learned with others is dropped."""
@@ -146,7 +149,7 @@ class AutoLength(DraftLengths):
             return None
         plain = self._quality == "explicit"
         rates = [(n + 0.5) / BINS if plain else rate.value for n, rate in enumerate(self.acceptance.bins)]
-        return Confidence(self._row, self._worth, tuple(rates))
+        return Confidence(self._row_cost, self._token_cost, tuple(rates))
 
     @property
     def _asks_confidence(self) -> bool:
@@ -163,15 +166,15 @@ class AutoLength(DraftLengths):
 
     def choose(self, seqs: Seq[Sequence]) -> list[int]:
         live = [seq for seq in seqs if seq.request.k is None]
-        k = self._decide(live) if live else 0
+        k = self._decide(live, len(seqs)) if live else 0
         if not k and len(live) == len(seqs):
             return [0] * len(seqs)
-        return [self._own_length(seq, k, len(live)) if seq.request.k is None else seq.request.k for seq in seqs]
+        return [self._own_length(seq, k) if seq.request.k is None else seq.request.k for seq in seqs]
 
     def observe(self, step: FinishedStep, seconds: float | None) -> None:
         """A step has finished; seconds: None if its time says nothing of decoding."""
-        if seconds is not None and self._off > HOLD_OFF and self._off % SAMPLED and not any(step.batch.max_nodes):
-            self.costs.pass_over()
+        if seconds is not None and not self._measures(step):
+            self.costs.count_unmeasured()
             self.ledger.book(0.0, seconds)
             return
         draft, batch, k = step.draft, len(step.batch), 0
@@ -180,7 +183,7 @@ class AutoLength(DraftLengths):
             self._learn_drafts(step, asked=step.captured or seconds is not None)
             if self._trial is not None and any(draft.tokens):
                 self._trial.steps += 1
-            if _drafts_as_asked(step):
+            if _longest_is_asked_for(step):
                 return
             k = _paid_length(step)
         if seconds is not None:
@@ -193,12 +196,18 @@ class AutoLength(DraftLengths):
         elif not step.captured:
             self._book_reading(step)
 
+    def _measures(self, step: FinishedStep) -> bool:
+        """While drafting is off, steps are alike: one in MEASURED_EVERY is enough, but for those that are asked for."""
+        if self._off <= HOLD_OFF or any(step.batch.max_nodes):
+            return True
+        return self._off % MEASURED_EVERY == 0 or bucket(len(step.batch)) in self._asked
+
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
         batch = len(step.batch)
         if not k or not batch or not self.costs.compared:
             self.ledger.book(0.0, seconds)
             return
-        plain, expected = self.costs.beside(batch, k)
+        plain, expected = self.costs.plain_and_drafted(batch, k)
         tokens = sum(len(decision.tokens) for decision in step.verdict.decisions)
         self.ledger.drafted(seconds, expected, tokens * plain / batch, plain)
 
@@ -258,20 +267,21 @@ class AutoLength(DraftLengths):
             self._trees.observe(nodes, len(accepted))
             self.acceptance.observe(seq, 1, accepted[:1] == [0])  # what a chain of one token would have given
 
-    def _own_length(self, seq: Sequence, k: int, batch: int) -> int:
+    def _own_length(self, seq: Sequence, k: int) -> int:
         tried = self._trial is None or seq in self._trial.seqs
-        return self._length(seq, k, batch) if tried else 0
+        return self._length(seq, k) if tried else 0
 
-    def _length(self, seq: Sequence, k: int, batch: int) -> int:
+    def _length(self, seq: Sequence, k: int) -> int:
         """As many tokens as bring more than their rows cost; the drafter's confidence may stop it earlier.
 
         The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k, and
         none where a pass of the drafter costs more than the one token that it can bring.
         """
-        if not k or not self._worth or self._grows_trees or self._quality == "off":
+        if not k or not self._token_cost or self._grows_trees or self._quality == "off":
             return k
         reach = self._reach(seq, k)
-        beyond = max(0, reach - k) // batch if self._alone < 1.0 and self.costs.known(batch, k) else 0
+        known = self._token_cost_alone < 1.0 and self.costs.known(self._batch, k)
+        beyond = max(0, reach - k) // self._batch if known else 0
         return min(reach, k + beyond)
 
     def _reach(self, seq: Sequence, k: int) -> int:
@@ -279,17 +289,18 @@ class AutoLength(DraftLengths):
         if self._quality == "explicit":
             return self._max_k if self._confident else k
         survival = self.acceptance.survival(seq, self._max_k, found=1.0)  # where no draft is found, no row is paid
-        paid = sum(alive >= self._row for alive in survival[:k])  # of passes that the drafter makes anyway
-        likely = paid + sum(alive >= self._worth for alive in survival[k:])
+        paid = sum(alive >= self._row_cost for alive in survival[:k])  # of passes that the drafter makes anyway
+        likely = paid + sum(alive >= self._token_cost for alive in survival[k:])
         return min(self._max_k, 2 * likely + 1) if self._confident and self._asks_confidence else likely
 
-    def _decide(self, seqs: list[Sequence]) -> int:
+    def _decide(self, seqs: list[Sequence], batch: int) -> int:
+        """The k of these sequences, in a batch of this size."""
         self._choices += 1
         if self.k or self._trial is not None:
             self._last_drafts = self._choices
-        if self._stays_off(len(seqs)):
+        if self._stays_off(batch):
             return 0
-        batch = self._batch = len(seqs)
+        self._batch = batch
         if not self.costs.measured and self._still_measuring(batch):
             return self.k
         if self._trial is not None and not self._trial_is_over():
@@ -331,7 +342,7 @@ class AutoLength(DraftLengths):
 
         Once for each size. A table that was measured on a busy machine is wrong.
         """
-        size = bucket(len(seqs))
+        size = bucket(self._batch)
         tried = any(self.costs.tried(size, n) for n in range(1, self._max_k + 1))
         if tried or size in self._checked or not self._drafts:
             return False
@@ -367,7 +378,7 @@ class AutoLength(DraftLengths):
         long it may be owed."""
         cost = self._reading(seqs)
         steps = sum(min(PAYBACK, (seq.limit - len(seq.tokens)) / 2) for seq in seqs) / len(seqs)
-        pays = cost < steps * gain * self.costs.of(len(seqs), 0)
+        pays = cost < steps * gain * self.costs.of(self._batch, 0)
         self.ledger.invest(cost if pays else 0.0)
         return pays
 
@@ -381,7 +392,7 @@ class AutoLength(DraftLengths):
 
         A drafter that was off has little to read of newcomers; after as long a time again that does not matter.
         """
-        wait = self._wait if len(seqs) <= TRIED and self._promises(seqs) else PROBE
+        wait = self._wait if self._batch <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
         return self._choices - self._last_trial > (wait if newcomers else 2 * wait)
 
@@ -389,20 +400,20 @@ class AutoLength(DraftLengths):
         """Whether enough draft tokens are likely to be accepted, whatever they cost."""
         if not self._drafts:
             return False
-        k = min(FIRST, self._max_k)
+        k = min(TRIAL_K, self._max_k)
         return self._gain([self.acceptance.survival(seq, k) for seq in seqs], k) > PROMISING * len(seqs)
 
     def _try(self, seqs: list[Sequence], reason: str) -> None:
         """Begin a trial if what it costs may be lost: in captured steps of all newcomers, else of a few."""
-        batch = len(seqs)
-        k = min(FIRST if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
+        batch = self._batch
+        k = min(TRIAL_K if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         allowed = self.ledger.allowed(self.costs.of(batch, 0), 0 if self._drafts and batch > TRIED else START)
         for newcomers_at_most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
             trial = new_trial(seqs, k, newcomers_at_most)
             if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k) < allowed:
                 self._wait = min(PROBE, 2 * self._wait)
                 self.k, self._trial, self._last_trial = k, trial, self._choices
-                self._row = self._worth = 0.0
+                self._row_cost = self._token_cost = 0.0
                 self.reason = reason
                 return
 
@@ -431,25 +442,27 @@ class AutoLength(DraftLengths):
 
     def _still_measuring(self, batch: int) -> bool:
         """Without a table, plain steps first and then a few with drafts show what they cost."""
-        first = min(FIRST, self._max_k)
+        first = min(TRIAL_K, self._max_k)
         for k, steps, reason in (
             (0, PLAIN, "measuring plain decoding"),
             (first, TRIAL, f"trying {counted(first, 'draft token')}"),
         ):
-            if self.costs.tried(batch, k) < steps:
+            kind = bucket(batch), k
+            if self.costs.tried(batch, k) < steps and self._first_asked.get(kind, 0) < PATIENCE:
+                self._first_asked[kind] = self._first_asked.get(kind, 0) + 1
                 self.k, self._last_look = k, self._choices
-                self._row = self._worth = 0.0
+                self._row_cost = self._token_cost = 0.0
                 self.reason = f"{reason} at batch {batch}"
                 return True
         return False
 
     def _best(self, seqs: list[Sequence]) -> tuple[int, float, float]:
         """The best k, its tokens per second, and those of the present one."""
-        batch = len(seqs)
+        batch = self._batch
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
         rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in self.lengths}
         best = max(rates, key=rates.__getitem__)
-        self._price(batch, best, rates[best])
+        self._update_marginal_costs(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
         return best, rates[best], rates.get(self.k, rates[0])
 
@@ -477,20 +490,20 @@ class AutoLength(DraftLengths):
         gain = sum(sum(survival[:chain]) for survival in survivals)
         return gain if chain == k else UNSEEN * tree_gain({chain: gain}, k)
 
-    def _price(self, batch: int, k: int, rate: float) -> None:
+    def _update_marginal_costs(self, batch: int, k: int, rate: float) -> None:
         """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""
         table = self.costs.table
         if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
-            self._row = self._worth = self._alone = 0.0
+            self._row_cost = self._token_cost = self._token_cost_alone = 0.0
             return
         rows = self._rows(batch, k)  # over twice as many, for single measurements may be off
         likely = self.costs.of(batch, k, rows)
         more = (self.costs.of(batch, k, 2 * rows) - likely) / rows
         more = min(more, (likely - self.costs.of(batch, 0)) / max(1, rows - batch))  # no more than k cost on average
         drafting = self._drafting(batch, k, more)
-        self._row = max(0.01, min(0.8, rate * more))
-        self._worth = max(0.02, min(0.9, rate * (more + drafting / batch)))
-        self._alone = rate * (more + drafting)
+        self._row_cost = max(0.01, min(0.8, rate * more))
+        self._token_cost = max(0.02, min(0.9, rate * (more + drafting / batch)))
+        self._token_cost_alone = rate * (more + drafting)
 
     def _drafting(self, batch: int, k: int, row: float) -> float:
         """Seconds of one pass of the drafter: by the table, or what measured steps take beyond plain ones and rows, if

@@ -19,7 +19,7 @@ from faircopy.acceptance_rates import Acceptance, TreeGains
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
-from faircopy.costs import REFERENCE, CostTable, Curve, StepCosts, bucket
+from faircopy.costs import REFERENCE, STALE, CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
 from faircopy.drafters.base import Drafter
 from faircopy.measured_acceptance import History
@@ -308,6 +308,62 @@ def test_slow_moments_that_come_again_are_not_forgiven(slower: float, chance: fl
     chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0)))))
     tokens, seconds, _ = simulate(chooser, 0.7, cost, steps=6000, batch=batch)
     assert tokens / seconds > 0.97 * plain_rate(cost, batch)
+
+
+@pytest.mark.parametrize("pause", [200.0, 5_000.0, 30_000.0])
+def test_a_pause_of_the_process_does_not_keep_a_good_drafter_off(pause: float) -> None:
+    chooser, pauses = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), [pause]
+    simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.1 * k, 500)
+
+    def cost(batch: int, k: int) -> float:
+        return pauses.pop() if k and pauses else 1.0 + 0.1 * k
+
+    chosen = simulate(chooser, 0.8, cost, 2000, seed=1)[2]
+    assert not pauses and sum(k > 0 for k in chosen) > 1900
+
+
+@pytest.mark.parametrize("table", [None, CostTable(Curve(((1, 1.0), (64, 2.0))))])
+@pytest.mark.parametrize("asked", [0, 5])
+def test_requests_with_a_length_of_their_own_do_not_keep_others_from_drafts(
+    asked: int, table: CostTable | None
+) -> None:
+    own = [Sequence(9 + n, Request((1,), k=asked), [1], limit=1 << 30) for n in range(4)]
+    chooser, seqs = AutoLength(8, table=table), [*sequences(2), *own]
+    simulate(chooser, 0.8, lambda batch, k: 1.0 + 0.05 * k, 400, seqs=seqs)
+    lengths = chooser.choose(seqs)
+    assert all(lengths[:2]) and lengths[2:] == [asked] * 4
+
+
+def test_what_drafts_add_at_one_length_tells_it_of_others() -> None:
+    """Drafts add a third of what the table says: once one length was measured, longer ones are known to pay."""
+    lengths = (0, 1, 2, 3, 5, 8)
+    table = CostTable(Curve(((1, 1.0), (64, 1.5)), True), steps={(16, k): 1.0 + 0.9 * k for k in lengths})
+    tokens, seconds, _ = simulate(AutoLength(8, table=table), 0.91, lambda batch, k: 1.0 + 0.3 * k, 800, batch=16)
+    best = max(sum(0.91**j for j in range(k + 1)) / (1.0 + 0.3 * k) for k in lengths)
+    assert tokens / seconds / 16 > 0.9 * best
+
+
+def test_plain_steps_that_are_asked_for_are_measured_while_drafting_is_off() -> None:
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0)))))
+    chooser._choices = 8 * 1000 + 1  # one step in eight is
+    plain = FinishedStep(Batch(sequences(2), [1, 1], [0, 0]), Draft.empty(2), Verdict([Decision([], [0])] * 2), 2, 0)
+    chooser.observe(plain, 1.0)
+    assert chooser.costs.tried(2, 0) == 0
+    chooser._asked[2] = 1
+    chooser.observe(plain, 1.0)
+    assert chooser.costs.tried(2, 0) == 1
+
+
+@pytest.mark.parametrize(("taken", "known"), [(1.0, True), (1.04, True), (1.3, False), (0.7, False)])
+def test_one_plain_step_confirms_what_is_known(taken: float, known: bool) -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (64, 1.0)))))
+    for _ in range(20):
+        costs.observe(1, 0, 1, 1.0)
+    for _ in range(STALE):
+        costs.observe(1, 2, 3, 1.0)
+    assert not costs.known(1, 0)
+    costs.observe(1, 0, 1, taken)
+    assert costs.known(1, 0) == known
 
 
 def test_plain_steps_are_few_where_batches_change_their_size() -> None:

@@ -44,11 +44,13 @@ def simulate(
     batch: int = 4,
     seed: int = 0,
     trees: Trees | None = None,
+    seqs: list[Sequence] | None = None,
 ) -> tuple[int, float, list[int]]:
     """Tokens, seconds and lengths of an engine whose drafts are right with this chance and whose steps take
-    cost(batch, k)."""
-    source, seqs, tokens, seconds = random.Random(seed), sequences(batch), 0, 0.0
-    chosen = []
+    cost(batch, k). seqs: the batch, if its requests have draft lengths of their own."""
+    source, tokens, seconds, chosen = random.Random(seed), 0, 0.0, []
+    seqs = sequences(batch) if seqs is None else seqs
+    batch = len(seqs)
     for _ in range(steps):
         lengths = chooser.choose(seqs)
         kinds = [(length, rate) if trees is None else trees.of(length, rate) for length in lengths]
