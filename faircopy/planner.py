@@ -30,7 +30,7 @@ MEASURED_EVERY = 8  # while drafting is off, one of this many steps is looked at
 PROBE = 256  # steps after which a drafter that looked worse is tried again,
 SOON = 32  # at first, if its drafts were accepted; then twice as many each time
 PLAIN = 6  # plain steps of a batch before drafting is tried in it, where costs are not known yet
-TRIAL_K = 2  # draft tokens of a trial
+TRIAL_K = 2  # draft tokens of a trial, and of the first drafts at all
 TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
@@ -460,7 +460,9 @@ class AutoLength(DraftLengths):
         """The best k, its tokens per second, and those of the present one."""
         batch = self._batch
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
-        rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in self.lengths}
+        most = self._max_k if self._drafts else TRIAL_K  # nothing is known of acceptance yet
+        lengths = [k for k in self.lengths if k <= most]
+        rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in lengths}
         best = max(rates, key=rates.__getitem__)
         self._update_marginal_costs(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)

@@ -310,6 +310,14 @@ def test_slow_moments_that_come_again_are_not_forgiven(slower: float, chance: fl
     assert tokens / seconds > 0.97 * plain_rate(cost, batch)
 
 
+@pytest.mark.parametrize(("rate", "longer"), [(0.0, False), (0.9, True)])
+def test_the_first_drafts_are_short(rate: float, longer: bool) -> None:
+    """Before anything is known of acceptance a long draft that is wrong costs many plain steps."""
+    chooser = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 10.0)))))
+    chosen = simulate(chooser, rate, lambda batch, k: 1.0 + 0.14 * k, 60, batch=1)[2]
+    assert max(chosen[:5]) == 2 and (max(chosen[30:]) > 2) == longer
+
+
 @pytest.mark.parametrize("pause", [200.0, 5_000.0, 30_000.0])
 def test_a_pause_of_the_process_does_not_keep_a_good_drafter_off(pause: float) -> None:
     chooser, pauses = AutoLength(8, table=CostTable(Curve(((1, 1.0), (64, 2.0))))), [pause]
