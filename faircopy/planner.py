@@ -16,10 +16,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, UNSEEN, Acceptance, TreeGains, tree_gain
-from faircopy.costs import REFERENCE, CostTable, StepCosts, bucket
+from faircopy.costs import GUESSED, REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.ledger import PAYBACK, START, Ledger
 from faircopy.measured_acceptance import History
+from faircopy.plain_steps import PlainSteps
 from faircopy.progress import counted
 from faircopy.types import Confidence, Draft, FinishedStep, Sequence
 
@@ -35,8 +36,6 @@ TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
-SETTLED = 64  # steps of a batch size after which plain ones are measured, where a table has timed whole steps
-APART = 64  # steps between plain ones that are measured again, of whatever size of the batch
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
@@ -102,7 +101,7 @@ class AutoLength(DraftLengths):
         """
         self._max_k, self._quality, self._room, self._chains = max_k, quality, room, chains
         self.acceptance, self._trees = Acceptance(), TreeGains()
-        self.costs = StepCosts() if table is None else StepCosts(table)
+        self.use(GUESSED if table is None else table)
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
         self.k = 0  # the present choice
         self.reason = "nothing is measured yet"
@@ -113,11 +112,9 @@ class AutoLength(DraftLengths):
         self._last_look = -HOLD_OFF  # rates were compared,
         self._last_drafts = 0  # drafts were wanted,
         self._last_trial, self._wait = 0, SOON  # a trial began,
-        self._last_reference = 0  # plain steps were asked for to be measured
         self.ledger = Ledger()
         self._trial: Trial | None = None
         self._drafts = 0  # that were verified
-        self._asked: dict[int, int] = {}  # plain steps that were asked for as a reference, by size of the batch
         self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
         self._grows_trees = False
@@ -127,6 +124,7 @@ class AutoLength(DraftLengths):
     def use(self, table: CostTable) -> None:
         """Costs were measured; what was learned with others is dropped."""
         self.costs = StepCosts(table)
+        self._plain_steps = PlainSteps(self.costs)
 
     @property
     def brief(self) -> str:
@@ -200,7 +198,7 @@ class AutoLength(DraftLengths):
         """While drafting is off, steps are alike: one in MEASURED_EVERY is enough, but for those that are asked for."""
         if self._off <= HOLD_OFF or any(step.batch.max_nodes):
             return True
-        return self._off % MEASURED_EVERY == 0 or bucket(len(step.batch)) in self._asked
+        return self._off % MEASURED_EVERY == 0 or self._plain_steps.pending(len(step.batch))
 
     def _book(self, step: FinishedStep, k: int, seconds: float) -> None:
         batch = len(step.batch)
@@ -308,7 +306,7 @@ class AutoLength(DraftLengths):
         if self.ledger.lost(self.costs.of(batch, 0), drafting=self.k > 0):
             self.k, self.reason = 0, "drafting is off: it has cost more than it brought"
             return 0
-        if self._needs_reference(batch):
+        if self._plain_steps.wanted(batch, self._choices):
             self._look_soon()
             self.reason = f"measuring plain decoding at batch {batch}"
             return 0
@@ -348,30 +346,6 @@ class AutoLength(DraftLengths):
             return False
         self._checked.add(size)
         return self._promises(seqs)
-
-    def _needs_reference(self, batch: int) -> bool:
-        """Whether a few plain steps should run, between drafted ones too: what drafts gain is known against those.
-
-        Where a table has timed whole steps, a batch begins with drafts, and plain steps follow later; at once if no
-        plain steps were measured and drafted ones do not take what the table says.
-
-        Where all steps read prompts, none can be measured, and that is given up for a while.
-        """
-        size = bucket(batch)
-        if self.costs.known(batch, 0) or self._reference_may_wait(batch):
-            self._asked.pop(size, None)
-            return False
-        self._last_reference = self._choices
-        self._asked[size] = self._asked.get(size, 0) + 1
-        return self._asked[size] % (8 * PROBE) <= 4 * REFERENCE
-
-    def _reference_may_wait(self, batch: int) -> bool:
-        tried = self.costs.tried(batch, 0)
-        if tried < REFERENCE:
-            new = self.costs.steps_of(batch) < SETTLED
-            return new and self.costs.table.captured(batch, 0) and self.costs.as_expected
-        soon = self._choices - self._last_reference < APART and bucket(batch) not in self._asked
-        return soon and not self.costs.doubted(batch)
 
     def _invest(self, seqs: list[Sequence], gain: float) -> bool:
         """Whether reading all texts is paid back soon, and well before they end, by steps that gain this share; for as

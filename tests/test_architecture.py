@@ -33,7 +33,7 @@ LEVELS: list[set[str]] = [
         "progress",
     },
     {"kernels"},
-    {"layout", "sampling", "acceptance_rates"},
+    {"layout", "sampling", "acceptance_rates", "plain_steps"},
     {"model"},
     {"capture", "parallel", "measured_acceptance"},
     {"scheduler", "policy", "draft_length", "planner", "drafters", "verify"},

@@ -357,7 +357,7 @@ def test_plain_steps_that_are_asked_for_are_measured_while_drafting_is_off() -> 
     plain = FinishedStep(Batch(sequences(2), [1, 1], [0, 0]), Draft.empty(2), Verdict([Decision([], [0])] * 2), 2, 0)
     chooser.observe(plain, 1.0)
     assert chooser.costs.tried(2, 0) == 0
-    chooser._asked[2] = 1
+    assert not chooser.costs.known(2, 0) and chooser._plain_steps.wanted(2, 0)
     chooser.observe(plain, 1.0)
     assert chooser.costs.tried(2, 0) == 1
 
