@@ -591,7 +591,7 @@ def test_rungs_are_compared_by_what_was_measured(tmp_path: Path, monkeypatch: py
 def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
     monkeypatch.setattr(measured_acceptance, "ENOUGH", 10)
-    monkeypatch.setattr(AutoLength, "_decide", lambda self, live: 4)  # whatever steps take on this machine
+    monkeypatch.setattr(AutoLength, "_decide", lambda self, live, batch: 4)  # whatever steps take on this machine
     monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
     llm = LLM(bundled.target(), bundled.draft(), device="cpu", dtype="float32", max_batch=1)
     llm.generate(bundled.prompts()[:2], SamplingParams(max_tokens=96, ignore_eos=True))
