@@ -148,7 +148,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step-tokens", type=int, default=48)
     parser.add_argument("--small", action="store_true")
     parser.set_defaults(
-        pair="widened", questions=None, own_text=False, costs=None, same=False, temperature=0.0, most=None
+        pair="widened",
+        questions=None,
+        own_text=False,
+        costs=None,
+        same=False,
+        temperature=0.0,
+        most=None,
+        history=False,
     )
     args = parser.parse_args(arguments)
     if any("=" not in head for head in args.head):

@@ -4,7 +4,7 @@ python -m benchmarks.planner --out FILE [--pair bundled | widened | FOLDER] [--d
     [--batches 1 8 32 64] [--fixed 1 2 4 8] [--qualities both implicit explicit off] [--tokens 128] [--queue 8]
     [--same] [--temperature 0] [--minutes 60] [--plot FILE] [--small] [--costs FILE | own]
     [--questions FILE --task NAME] [--own-text] [--paired] [--head FOLDER] [--chain [fixed]] [--most N]
-    [--draft-vocab 32000]
+    [--draft-vocab 32000] [--history]
 
 A queue of prompts `--queue` times the batch waits from the beginning, and ended texts are replaced. Texts have half to
 one and a half times `--tokens`, by a seed, so that plain decoding does not end and replace them all at once; --same:
@@ -18,7 +18,8 @@ each text on. "head" is the bundled Clover head, or another one of the target (-
 (--chain; --chain fixed: of fixed lengths alone); numbers of draft tokens are then numbers of nodes. --most: what auto
 may choose, if not what `LLM(k="auto")` does. For the widened pair a random head of that shape runs, which guesses
 `--draft-vocab` tokens of the vocabulary (0: all) and whose drafts are replaced by those of the small one, recorded
-before (benchmarks.recorded): greedy texts only.
+before (benchmarks.recorded): greedy texts only. --history: auto begins with what earlier runs of this machine learned of
+the drafter, and keeps what it learns; else it knows nothing.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
@@ -218,6 +219,7 @@ class Trial:
         pair, session = self._args.pair, self._session
         tidy(torch.device(session.device))
         options |= {"max_batch": max(self._args.batches), "prefix_reuse": False}  # as all read their prompts
+        options |= {"acceptance_history": self._args.history}
         options |= {"k": self._args.most, "auto": True} if k == "auto" and self._args.most else {"k": k}
         if pair in ("widened", "bundled"):
             return session.llm(pair, draft, **options)
@@ -408,6 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--chain", nargs="?", const="all", choices=["all", "fixed"], help="chains instead of the head's own trees"
     )
     parser.add_argument("--most", type=int, help="draft tokens or nodes that auto chooses at most")
+    parser.add_argument("--history", action="store_true")
     parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB, help="tokens a wide head guesses; 0: all")
     args = parser.parse_args(arguments)
     if args.pair == "widened" and "head" in args.drafters and args.temperature:

@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", help="the category of its questions")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--small", action="store_true")
-    parser.set_defaults(same=False, costs=None, most=None, own_text=False)
+    parser.set_defaults(same=False, costs=None, most=None, own_text=False, history=False)
     args = parser.parse_args(arguments)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device not in (None, here):

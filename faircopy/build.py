@@ -36,6 +36,7 @@ from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import Layout
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
+from faircopy.measured_acceptance import HistoryKeeper
 from faircopy.measured_costs import cost_table, known_costs
 from faircopy.memory import page_count
 from faircopy.model.anatomy import file_states, identity, is_head
@@ -202,14 +203,18 @@ def build_engine(
     steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    lengths = NoLength() if plain else draft_lengths or _draft_lengths(target, draft, config, captured, room, chains)
+    kept = _history_keeper(target, draft, drafter, config) if draft_lengths is None else None
+    if plain:
+        lengths: DraftLengths = NoLength()
+    else:
+        lengths = draft_lengths or _draft_lengths(target, draft, config, captured, room, chains, kept)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     policy = strategy.policy(config, None if captured is None else captured.interrupts)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if sampled else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     stages = target.stages if isinstance(target, Pipeline) else 1
-    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths, stages)
+    return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths, stages, kept)
 
 
 def _draft_lengths(
@@ -219,8 +224,12 @@ def _draft_lengths(
     captured: CapturedRunner | None,
     room: Room,
     chains: int,
+    kept: HistoryKeeper | None,
 ) -> DraftLengths:
-    """As the configuration says. chains: nodes up to which a head's drafts are chains although it grows trees."""
+    """As the configuration says. chains: nodes up to which a head's drafts are chains although it grows trees.
+
+    kept: what earlier runs learned of the drafter.
+    """
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     if config.law:
         tokens = min(target.context, config.planned_tokens or LAW_CONTEXT)
@@ -228,7 +237,21 @@ def _draft_lengths(
         return BatchLength(roof.law.k, most, config.max_batch)
     if not config.auto:
         return FixedLength(config.k)
-    return AutoLength(most, config.quality, cost_table(target, draft, config), room, chains)
+    history = None if kept is None else kept.known
+    return AutoLength(most, config.quality, cost_table(target, draft, config), room, chains, history)
+
+
+def _history_keeper(
+    target: Model, draft: Model | Head | None, drafter: Drafter, config: EngineConfig
+) -> HistoryKeeper | None:
+    """For k="auto", if the drafter is one that other processes know, too."""
+    if not (config.auto and config.acceptance_history):
+        return None
+    if isinstance(drafter.default if isinstance(drafter, PerRequestDrafter) else drafter, NgramDrafter):
+        return HistoryKeeper(target.name, "ngram")
+    if draft is None or (isinstance(draft, Head) and not is_head(draft.name)):
+        return None
+    return HistoryKeeper(target.name, draft.name)
 
 
 def _chain_nodes(target: Model, head: Head, config: EngineConfig) -> int:

@@ -36,6 +36,7 @@ class EngineConfig:
     share_nodes: bool | None = (
         None  # `auto` and explicit or both: a batch's nodes go to its surest trees; None: on CPUs
     )
+    acceptance_history: bool = True  # `auto` begins with what earlier runs learned of its drafter, and keeps more of it
     dtype: str = "auto"
     device: str = "auto"
     strategy: str = "ragged"
@@ -83,6 +84,7 @@ class EngineConfig:
         for name in (
             "auto",
             "law",
+            "acceptance_history",
             "exact",
             "prefix_reuse",
             "graphs",

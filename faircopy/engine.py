@@ -13,6 +13,7 @@ from faircopy.draft_length import DraftLengths, NoLength
 from faircopy.drafters.base import Drafter, NoDrafter, permitted
 from faircopy.layout.base import Layout
 from faircopy.layout.block_tables import BlockTables
+from faircopy.measured_acceptance import HistoryKeeper
 from faircopy.meter import Meter
 from faircopy.model.runner import Passes, Result, Runner
 from faircopy.pace import Pace
@@ -52,11 +53,13 @@ class Engine:
         draft_layouts: tuple[Layout, ...] = (),
         draft_lengths: DraftLengths | None = None,
         stages: int = 1,
+        history: HistoryKeeper | None = None,
     ) -> None:
         """captured: captured steps, or why all steps are eager. draft_layouts: caches of a draft model or head.
 
         draft_lengths: the scheduler's, which is told what steps gave and how long they took.
         stages: of the target's pipeline; as many steps are under way, of different sequences.
+        history: keeps what is learned of the drafter, as texts end.
         """
         self.target, self.tables, self.drafter, self.verifier = target, tables, drafter, verifier
         self.scheduler, self.eos = scheduler, eos
@@ -66,7 +69,7 @@ class Engine:
         self.meter = Meter()
         self.draft_lengths = draft_lengths or NoLength()
         self._in_flight: InFlightStep | None = None  # a captured step started and not collected
-        self._stages = stages
+        self._stages, self._history = stages, history
         self._under_way: deque[EagerStep] = deque()  # eager steps that have begun, oldest first
         self._early: list[Output] = []  # of steps that had to end before they were asked for
         self._last_end = 0.0  # of an eager step's pass
@@ -306,10 +309,13 @@ class Engine:
         return outputs
 
     def _forget_departed(self) -> None:
-        for seq in self.scheduler.departed():
+        departed = self.scheduler.departed()
+        for seq in departed:
             self.drafter.forget(seq)
             self.target.layout.forget(seq)
             self.draft_lengths.forget(seq)
+        if departed and self._history is not None:
+            self._history.see(self.draft_lengths.history)
 
     def _record(self, step: FinishedStep, outputs: list[Output]) -> None:
         meter, held = self.meter, self.tables.held()

@@ -26,7 +26,6 @@ from faircopy.errors import BatchError, ConfigError, FaircopyError, RequestError
 from faircopy.fair_lock import FairLock
 from faircopy.kernels.memory import collect_garbage_once
 from faircopy.layout.base import kv_bytes_per_token
-from faircopy.measured_acceptance import keep_history
 from faircopy.measured_costs import keep_costs
 from faircopy.model.base import Model
 from faircopy.model.loader import load_eos, load_tokenizer
@@ -94,8 +93,6 @@ class LLM:
         drafter, self._draft = load_draft(draft, self.model, self.tokenizer, self.config)
         if chosen and self._plan is None and self._grows_cheap_trees:
             self.config = replace(self.config, k=auto_tree_nodes(self.config.max_batch))
-        self._drafter_name = self._draft.name if self._draft is not None else "ngram" if draft == "ngram" else ""
-        self._kept_drafts = 0  # of the history that was kept last
         self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
         if isinstance(target, str):
             tell(memory_line(self.model, self._memory()))
@@ -274,14 +271,6 @@ class LLM:
             with self._lock:
                 for seq in live:
                     self.engine.abort(seq)
-                self._keep_history()
-
-    def _keep_history(self) -> None:
-        """What was learned of the drafter is kept for plans, when there is twice as much of it."""
-        history = self.engine.draft_lengths.history
-        if history is not None and self._drafter_name and history.drafts >= 2 * self._kept_drafts:
-            self._kept_drafts = history.drafts
-            keep_history(self.model.name, self._drafter_name, history)
 
     def _stream(self, request: Request) -> Iterator[str]:
         text = request.text

@@ -1,4 +1,4 @@
-"""How much of a drafter's drafts was accepted, kept in the user's cache folder: the planner's history."""
+"""How much of a drafter's drafts was accepted, kept in the user's cache folder for plans and for later runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from faircopy.acceptance_rates import tree_gain
-from faircopy.cache import KeptTable
+from faircopy.cache import KeptTable, cache_folder
 from faircopy.errors import CheckpointError
 from faircopy.model.anatomy import identity
 
@@ -24,9 +24,15 @@ class History:
     rates: tuple[float, ...] = ()  # of chains: how often each place was right where all before it were
     trees: tuple[tuple[int, float], ...] = ()  # (nodes, accepted tokens)
     chains: int = 0  # nodes up to which drafts are chains, of a drafter that grows trees beside them
+    found: float = 1.0  # how often there was a draft at all
 
     def accepted(self, nodes: int) -> float | None:
-        """Tokens of a draft of this many nodes that are likely to be accepted; None: nothing is known of its kind."""
+        """Tokens that a step with drafts of this many nodes is likely to accept; None: nothing is known of the kind."""
+        gain = self._gain(nodes)
+        return None if gain is None else self.found * gain
+
+    def _gain(self, nodes: int) -> float | None:
+        """The same of a draft that was found."""
         if nodes > self.chains and self.trees:
             return tree_gain(dict(self.trees), nodes)
         if not self.rates:
@@ -37,17 +43,30 @@ class History:
         return gain if chain == nodes else tree_gain({chain: gain}, nodes)
 
 
-def keep_history(target: str, drafter: str, history: History) -> None:
-    """Keep what was learned, if both were read from files, or the drafter needs none."""
-    key = _key(target, drafter)
-    if key is not None and history.drafts >= ENOUGH:
-        _KEPT.put(key, asdict(history))
+class HistoryKeeper:
+    """Keeps what an engine learns of its drafter, each time there is twice as much of it.
+
+    Only if target and drafter were read from files, or the drafter needs none.
+    """
+
+    def __init__(self, target: str, drafter: str) -> None:
+        self._key = _key(target, drafter)
+        self._least = ENOUGH  # drafts of a history that is kept
+
+    @property
+    def known(self) -> History | None:
+        """What was kept last, by whatever process."""
+        return None if self._key is None else _history(_KEPT.get(self._key))
+
+    def see(self, history: History | None) -> None:
+        if self._key is not None and history is not None and history.drafts >= self._least:
+            self._least = 2 * history.drafts
+            _KEPT.put(self._key, asdict(history))
 
 
 def known_history(target: str, drafter: str) -> History | None:
     """What drafts of this drafter gave before, if that was kept."""
-    key = _key(target, drafter)
-    return None if key is None else _history(_KEPT.get(key))
+    return HistoryKeeper(target, drafter).known
 
 
 def _history(kept: Any) -> History | None:
@@ -55,11 +74,14 @@ def _history(kept: Any) -> History | None:
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = tuple(min(1.0, max(0.0, float(rate))) for rate in kept["rates"])
         trees = tuple((max(1, int(nodes)), max(0.0, float(gain))) for nodes, gain in kept["trees"])
-        return History(int(kept["drafts"]), rates, trees, max(0, int(kept.get("chains", 0))))
+        found = min(1.0, max(0.0, float(kept.get("found", 1.0))))
+        return History(int(kept["drafts"]), rates, trees, max(0, int(kept.get("chains", 0))), found)
     return None
 
 
 def _key(target: str, drafter: str) -> str | None:
+    if cache_folder() is None:
+        return None
     with suppress(CheckpointError):
         found = identity(target), drafter if drafter == "ngram" else identity(drafter)
         return f"{found[0]} {found[1]}" if all(found) else None

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, UNSEEN, Acceptance, TreeGains, tree_gain
+from faircopy.acceptance_rates import BINS, PRIOR_DRAFTS, UNSEEN, Acceptance, Rate, TreeGains, tree_gain
 from faircopy.costs import GUESSED, REFERENCE, CostTable, StepCosts, bucket
 from faircopy.draft_length import LADDER, DraftLengths, Room, own_room
 from faircopy.ledger import PAYBACK, START, Ledger
@@ -36,6 +36,7 @@ TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
 TRIED = 8  # sequences that get drafts in it
+GOOD = 0.9  # acceptance of a good drafter
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
@@ -93,18 +94,25 @@ class AutoLength(DraftLengths):
         table: CostTable | None = None,
         room: Room = own_room,
         chains: int = 0,
+        history: History | None = None,
     ) -> None:
         """quality: which estimate sets a sequence's own length, "implicit", "explicit", "both" or "off".
 
         room: nodes that one sequence may have, see DraftLengths.room.
         chains: drafts of at most this number of nodes are chains, if the drafter grows trees.
+        history: what earlier runs have learned of the drafter; it counts as a few drafts.
         """
         self._max_k, self._quality, self._room, self._chains = max_k, quality, room, chains
+        self._earlier = history
         self.acceptance, self._trees = Acceptance(), TreeGains()
+        if history is not None:
+            self.acceptance = Acceptance([*map(Rate.known, history.rates)], found=Rate.known(history.found))
+            self._trees = TreeGains(dict(history.trees))
         self.use(GUESSED if table is None else table)
         self.lengths = tuple(k for k in LADDER if k <= max_k) + ((max_k,) if max_k not in LADDER else ())
         self.k = 0  # the present choice
-        self.reason = "nothing is measured yet"
+        known = "" if history is None else f" but {counted(history.drafts, 'draft')} of earlier runs"
+        self.reason = f"nothing is measured yet{known}"
         self._row_cost = 0.0  # tokens that a verified row costs in time
         self._token_cost = 0.0  # the same for a draft token: its row, and its share of the drafter's pass
         self._token_cost_alone = 0.0  # the same for a draft token that has the drafter's pass to itself
@@ -114,10 +122,10 @@ class AutoLength(DraftLengths):
         self._last_trial, self._wait = 0, SOON  # a trial began,
         self.ledger = Ledger()
         self._trial: Trial | None = None
-        self._drafts = 0  # that were verified
+        self._drafts = 0  # that were verified, by this engine
         self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
-        self._grows_trees = False
+        self._grows_trees = history is not None and bool(history.trees)
         self._confident = False  # the drafter says how sure it is, and stops by itself
         self._batch = 1  # sequences of the last choice, those with a k of their own included
 
@@ -134,6 +142,11 @@ class AutoLength(DraftLengths):
     def off_for_long(self) -> bool:
         """In a large batch a trial takes newcomers, whose prompts are read with their states."""
         return self._batch > TRIED and self._off > HOLD_OFF and self._choices - self._last_trial < PROBE
+
+    @property
+    def _informed(self) -> bool:
+        """Whether something is known of acceptance, from drafts of this engine or of earlier ones."""
+        return self._drafts > 0 or self._earlier is not None
 
     @property
     def _off(self) -> int:
@@ -157,7 +170,8 @@ class AutoLength(DraftLengths):
     @property
     def history(self) -> History | None:
         tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
-        return History(self._drafts, tuple(tried), self._trees.found, self._chains) if self._drafts else None
+        found = min(1.0, self.acceptance.found.value)
+        return History(self._drafts, tuple(tried), self._trees.found, self._chains, found) if self._drafts else None
 
     def room(self, k: int, batch: int) -> int:
         return k and max(k, min(self._room(k, batch), self._max_k))
@@ -316,7 +330,7 @@ class AutoLength(DraftLengths):
         self._last_look = self._choices
         self._wait = SOON if best and self.k else self._wait  # it has paid so far
         if best != self.k and rate > BETTER * present:
-            if not self._drafts and batch > TRIED:
+            if not self._informed and batch > TRIED:
                 self._try(seqs, "trying whether drafts pay")
             elif self.k or self._invest(seqs, rate / present - 1.0):
                 self.k = best
@@ -364,15 +378,25 @@ class AutoLength(DraftLengths):
         """Whether it has been off for long; in a small batch sooner, if drafts were accepted: then few measured steps
         speak against it.
 
-        A drafter that was off has little to read of newcomers; after as long a time again that does not matter.
+        A drafter that was off has little to read of newcomers; after as long a time again that does not matter. At once
+        if nothing is known of its drafts yet, and good ones would pay.
         """
+        if not self._informed and not self._last_trial and self._may_pay:
+            return True
         wait = self._wait if self._batch <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
         return self._choices - self._last_trial > (wait if newcomers else 2 * wait)
 
+    @property
+    def _may_pay(self) -> bool:
+        """Whether drafts pay in this batch if nearly all of their tokens are right."""
+        plain = BETTER * self._batch / self.costs.of(self._batch, 0)
+        written = {k: self._batch * sum(GOOD**place for place in range(k + 1)) for k in self.lengths}
+        return any(tokens > plain * self.costs.of(self._batch, k) for k, tokens in written.items())
+
     def _promises(self, seqs: list[Sequence]) -> bool:
         """Whether enough draft tokens are likely to be accepted, whatever they cost."""
-        if not self._drafts:
+        if not self._informed:
             return False
         k = min(TRIAL_K, self._max_k)
         return self._gain([self.acceptance.survival(seq, k) for seq in seqs], k) > PROMISING * len(seqs)
@@ -434,7 +458,7 @@ class AutoLength(DraftLengths):
         """The best k, its tokens per second, and those of the present one."""
         batch = self._batch
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
-        most = self._max_k if self._drafts else TRIAL_K  # nothing is known of acceptance yet
+        most = self._max_k if self._drafts else TRIAL_K
         lengths = [k for k in self.lengths if k <= most]
         rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in lengths}
         best = max(rates, key=rates.__getitem__)

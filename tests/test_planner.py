@@ -19,7 +19,7 @@ from faircopy.acceptance_rates import Acceptance, TreeGains
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
-from faircopy.costs import REFERENCE, STALE, CostTable, Curve, StepCosts, bucket
+from faircopy.costs import REFERENCE, STALE, STALE_NEW, CostTable, Curve, StepCosts, bucket
 from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
 from faircopy.drafters.base import Drafter
 from faircopy.measured_acceptance import History
@@ -467,12 +467,13 @@ def test_steps_without_a_draft_cost_what_plain_ones_do() -> None:
         chooser.acceptance.found.add(n % 4 == 0)
         if n % 4 == 0:
             chooser.acceptance.observe(seq, 3, 2)
+            chooser._drafts += 1
     (k,) = chooser.choose(seqs)
     assert k > 0, "one step in four takes 1.4 times as long and gives three tokens"
     steps = {(1, k): 1.9 if k else 1.0 for k in chooser.lengths}
     captured = AutoLength(8, table=replace(chooser.costs.table, steps=steps))
-    captured.acceptance, captured.costs._cells = chooser.acceptance, chooser.costs._cells
-    assert captured.choose(seqs) == [0], "a captured step takes its time, whatever is found"
+    captured.acceptance, captured.costs._cells, captured._drafts = chooser.acceptance, chooser.costs._cells, 1
+    assert captured._best(seqs)[0] == 0, "a captured step takes its time, whatever is found"
     for _ in range(100):
         chooser.acceptance.observe(seq, 3, 0)
     chooser._last_look = -100
@@ -515,6 +516,58 @@ def test_a_table_that_is_wrong_for_drafts_is_found_out_soon(factor: float) -> No
         AutoLength(8, table=table), 0.3, lambda batch, k: says(batch, k) * (factor if k else 1.0), 600, batch=32
     )
     assert tokens / seconds / 32 > 0.98
+
+
+CPU_LIKE = CostTable(
+    Curve(((1, 1.0), (8, 1.9), (32, 4.2), (128, 14.0))), Curve(((1, 0.3), (8, 0.5), (128, 3.0)))
+)  # rows cost much, as on a CPU
+
+
+def times_plain(auto: AutoLength, rate: float, steps: int, batch: int) -> float:
+    """Tokens per second over plain decoding where steps take what the table says."""
+    table = auto.costs.table
+    tokens, seconds, _ = simulate(auto, rate, table.step, steps, batch)
+    return tokens / seconds / plain_rate(table.step, batch)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_what_earlier_runs_learned_is_a_beginning(batch: int) -> None:
+    """Good drafters are used at once, in large batches too; useless ones are not tried."""
+    table = CostTable(Curve(((64, 1.0), (512, 3.0)))) if batch == 64 else CPU_LIKE
+    good, bad = History(500, (0.95,) * 5), History(500, (0.05,) * 5)
+    _, _, chosen = simulate(AutoLength(8, table=table, history=good), 0.95, table.step, 24, batch)
+    assert not any(chosen[:REFERENCE]) and all(chosen[REFERENCE : REFERENCE + STALE_NEW - 3])  # then plain ones again
+    _, _, chosen = simulate(AutoLength(8, table=table, history=bad), 0.05, table.step, 250, batch)
+    assert not any(chosen)
+
+
+def test_earlier_runs_may_have_had_other_texts() -> None:
+    good, bad = History(10_000, (0.95,) * 5), History(10_000, (0.05,) * 5)
+    for batch in (1, 4):
+        assert times_plain(AutoLength(8, table=CPU_LIKE, history=good), 0.0, 300, batch) > 0.98
+        assert times_plain(AutoLength(8, table=CPU_LIKE, history=bad), 0.95, 2000, batch) > 1.2
+
+
+def test_an_unknown_drafter_is_tried_once_where_a_good_one_would_pay() -> None:
+    """Nothing is known, and what is assumed of drafts would not pay: a good drafter must not wait for 256 steps."""
+    assert times_plain(AutoLength(8, table=CPU_LIKE), 0.95, 250, batch=4) > 1.25
+    assert times_plain(AutoLength(8, table=CPU_LIKE), 0.0, 250, batch=4) > 0.98
+    _, _, chosen = simulate(AutoLength(8, table=CPU_LIKE), 0.95, CPU_LIKE.step, 250, 32)
+    assert not any(chosen)  # of 32 sequences even good drafts cost more than they bring
+
+
+def test_what_is_kept_knows_how_often_there_was_a_draft() -> None:
+    """An n-gram lookup often finds nothing: plans must not take every step for a drafted one."""
+    auto, (seq,), table = AutoLength(8, table=CPU_LIKE), sequences(1), CPU_LIKE
+    for step in range(200):
+        found = [[0, 0]] if step % 4 == 0 else [[]]
+        decision = Decision([0, 1], [0, 0, 0]) if step % 4 == 0 else Decision([], [0])
+        auto.observe(FinishedStep(Batch([seq], [1], [2]), Draft.chains(found), Verdict([decision]), 0, 0), 1.0)
+    history = auto.history
+    assert history is not None and history.found == pytest.approx(0.25, abs=0.05)
+    assert history.accepted(2) == pytest.approx(0.5, abs=0.12)
+    begun = AutoLength(8, table=table, history=history)
+    assert begun.acceptance.survival(None, 1)[0] == pytest.approx(0.25, abs=0.06)
 
 
 def test_kept_acceptance_tells_chains_from_trees() -> None:

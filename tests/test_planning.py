@@ -40,7 +40,7 @@ from faircopy.drafters.folder import head_skeleton, load_head, save_head
 from faircopy.drafters.trees import best_shape, node_values
 from faircopy.kernels.cpu.product import PackedWeight, fits, packed_bytes
 from faircopy.layout.base import Cache, Packed
-from faircopy.measured_acceptance import History, keep_history, known_history
+from faircopy.measured_acceptance import History, HistoryKeeper, known_history
 from faircopy.measured_costs import keep_costs
 from faircopy.model.base import FINAL, ModelShape, Taps
 from faircopy.model.loader import load_model
@@ -575,15 +575,15 @@ def test_rungs_are_compared_by_what_was_measured(tmp_path: Path, monkeypatch: py
     assert draft_ == draft and fitted.k == 8 and "measured later" in plan.reason
     models = [load_model(path, torch.float32, CPU) for path in (target, draft)]
     keep_costs(models[0], models[1], CostTable(Curve(((1, 1.0), (100, 3.0))), Curve(((1, 0.2), (100, 0.4)))))
-    keep_history(target, draft, History(500, (0.8, 0.7, 0.3)))
+    HistoryKeeper(target, draft).see(History(500, (0.8, 0.7, 0.3)))
     known, _, plan = fit_into_memory(target, draft, config)
     assert known == draft and "times plain decoding expected" in plan.reason
     assert "by measured passes and 500 drafts that were measured" in plan.reason
-    keep_history(target, draft, History(900, (0.05, 0.05)))
+    HistoryKeeper(target, draft).see(History(900, (0.05, 0.05)))
     none, fitted, plan = fit_into_memory(target, draft, config)
     assert none is None and "would not pay" in plan.reason
     wish = Wish(target=target, drafts=[draft], k=4, batch=1, turns=1, turn_tokens=64, memory="600MiB", dtype="float32")
-    keep_history(target, draft, History(700, (0.9, 0.9, 0.9, 0.9)))
+    HistoryKeeper(target, draft).see(History(700, (0.9, 0.9, 0.9, 0.9)))
     assert "700 drafts that were measured" in plan_for(wish).reason
     assert "an assumed acceptance" in plan_for(replace(wish, drafts=["ngram"])).reason
 
@@ -599,6 +599,14 @@ def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytes
     found = known_history(str(bundled.target()), str(bundled.draft()))
     assert found is not None and found.drafts >= 10 and found.rates[0] > 0.5
     assert found.accepted(2) == pytest.approx(found.rates[0] * (1 + found.rates[1]))
+    llm = LLM(bundled.target(), bundled.draft(), device="cpu", dtype="float32", max_batch=1)
+    assert llm.explain()["draft_length"] == f"nothing is measured yet but {found.drafts} drafts of earlier runs"
+    assert "".join(llm.stream(bundled.prompts()[0], SamplingParams(max_tokens=200, ignore_eos=True)))
+    monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
+    again = known_history(str(bundled.target()), str(bundled.draft()))
+    assert again is not None and again != found and again.rates[0] > 0.5
+    apart = LLM(bundled.target(), bundled.draft(), device="cpu", dtype="float32", acceptance_history=False)
+    assert apart.explain()["draft_length"] == "nothing is measured yet"
     (tmp_path / "acceptance.json").write_text('{"' + "x" * 40 + '": 5}')
     monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
     assert known_history(str(bundled.target()), str(bundled.draft())) is None
