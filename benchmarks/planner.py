@@ -18,8 +18,8 @@ each text on. "head" is the bundled Clover head, or another one of the target (-
 (--chain; --chain fixed: of fixed lengths alone); numbers of draft tokens are then numbers of nodes. --most: what auto
 may choose, if not what `LLM(k="auto")` does. For the widened pair a random head of that shape runs, which guesses
 `--draft-vocab` tokens of the vocabulary (0: all) and whose drafts are replaced by those of the small one, recorded
-before (benchmarks.recorded): greedy texts only. --history: auto begins with what earlier runs on this machine learned of
-the drafter, and keeps what it learns; else it knows nothing.
+before (benchmarks.recorded): greedy texts only. --history: auto begins with what earlier runs on this machine learned
+of the drafter, and keeps what it learns; else it knows nothing.
 
 --costs: steps are not timed. Each takes what a cost table says (a file such as benchmarks/results/costs-h200.json, or
 "own": measured on this machine for the bundled pair or a folder), with 3 % of noise: real drafts and texts, the
