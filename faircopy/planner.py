@@ -35,6 +35,7 @@ TRIAL_K = 2  # draft tokens of a trial, and of the first drafts at all
 TRIAL = 3  # its steps
 LONGEST_TRIAL = 4  # the same of few sequences
 CONFIDENT = 1  # sequences of a batch up to which quality "both" asks the drafter how sure it is
+HOPELESS = 4  # drafts without an accepted token that end it
 TRIED = 8  # sequences that get drafts in it
 GOOD = 0.9  # acceptance of a good drafter
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
@@ -49,10 +50,19 @@ class Trial:
     length: int  # steps with drafts that it takes
     choices: int = 0
     steps: int = 0  # that had drafts
+    drafts: int = 0  # of all sequences,
+    accepted: int = 0  # and their tokens that were accepted
 
     @property
     def over(self) -> bool:
-        return self.steps >= self.length or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
+        hopeless = self.drafts >= HOPELESS and not self.accepted
+        done = self.steps >= self.length or self.choices > PATIENCE or all(seq.finished for seq in self.seqs)
+        return hopeless or done
+
+    def observe(self, step: FinishedStep) -> None:
+        found = [len(decision.nodes) for i, decision in enumerate(step.verdict.decisions) if step.draft.tokens[i]]
+        self.steps += bool(found)
+        self.drafts, self.accepted = self.drafts + len(found), self.accepted + sum(found)
 
 
 def new_trial(seqs: list[Sequence], k: int, newcomers_at_most: int) -> Trial:
@@ -193,8 +203,8 @@ class AutoLength(DraftLengths):
         if any(step.batch.max_nodes):
             # in a step that reads a prompt, drafters may just read, too
             self._learn_drafts(step, asked=step.captured or seconds is not None)
-            if self._trial is not None and any(draft.tokens):
-                self._trial.steps += 1
+            if self._trial is not None:
+                self._trial.observe(step)
             if _longest_is_asked_for(step):
                 return
             k = _paid_length(step)

@@ -551,7 +551,7 @@ def test_earlier_runs_may_have_had_other_texts() -> None:
 def test_an_unknown_drafter_is_tried_once_where_a_good_one_would_pay() -> None:
     """Nothing is known, and what is assumed of drafts would not pay: a good drafter must not wait for 256 steps."""
     assert times_plain(AutoLength(8, table=CPU_LIKE), 0.95, 250, batch=4) > 1.25
-    assert times_plain(AutoLength(8, table=CPU_LIKE), 0.0, 250, batch=4) > 0.98
+    assert times_plain(AutoLength(8, table=CPU_LIKE), 0.0, 60, batch=4) > 0.97  # a trial ends where nothing is right
     _, _, chosen = simulate(AutoLength(8, table=CPU_LIKE), 0.95, CPU_LIKE.step, 250, 32)
     assert not any(chosen)  # of 32 sequences even good drafts cost more than they bring
 
