@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 
 from faircopy.cache import KeptTable, device_kind, library_versions, source_hash
 from faircopy.config import EngineConfig
+from faircopy.costs import CostTable
 from faircopy.draft_length import (
     AUTO_CHAIN,
     BatchLength,
@@ -193,7 +195,7 @@ def build_engine(
         small = Runner(draft, layout)
         small.passes = build_passes(small, config, pool)
         drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
-    drafter = drafter or NoDrafter()
+    drafter = default = drafter or NoDrafter()
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
         drafter = PerRequestDrafter(drafter, others)
@@ -203,11 +205,12 @@ def build_engine(
     steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
     plain = type(drafter) is NoDrafter  # a subclass may draft
-    kept = _history_keeper(target, draft, drafter, config) if draft_lengths is None else None
+    kept = _history_keeper(target, draft, default, config) if draft_lengths is None else None
     if plain:
         lengths: DraftLengths = NoLength()
     else:
-        lengths = draft_lengths or _draft_lengths(target, draft, config, captured, room, chains, kept)
+        table = partial(cost_table, target, draft, config, default, room)
+        lengths = draft_lengths or _draft_lengths(target, config, captured, table, room, chains, kept)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     policy = strategy.policy(config, None if captured is None else captured.interrupts)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
@@ -219,16 +222,16 @@ def build_engine(
 
 def _draft_lengths(
     target: Model,
-    draft: Model | Head | None,
     config: EngineConfig,
     captured: CapturedRunner | None,
+    table: Callable[[], CostTable | None],
     room: Room,
     chains: int,
     kept: HistoryKeeper | None,
 ) -> DraftLengths:
     """As the configuration says. chains: nodes up to which a head's drafts are chains although it grows trees.
 
-    kept: what earlier runs learned of the drafter.
+    table: of what passes cost. kept: what earlier runs learned of the drafter.
     """
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     if config.law:
@@ -238,7 +241,7 @@ def _draft_lengths(
     if not config.auto:
         return FixedLength(config.k)
     history = None if kept is None else kept.known
-    return AutoLength(most, config.quality, cost_table(target, draft, config), room, chains, history)
+    return AutoLength(most, config.quality, table(), room, chains, history)
 
 
 def _history_keeper(
@@ -247,7 +250,7 @@ def _history_keeper(
     """For k="auto", if the drafter is one that other processes know, too."""
     if not (config.auto and config.acceptance_history):
         return None
-    if isinstance(drafter.default if isinstance(drafter, PerRequestDrafter) else drafter, NgramDrafter):
+    if isinstance(drafter, NgramDrafter):
         return HistoryKeeper(target.name, "ngram")
     if draft is None or (isinstance(draft, Head) and not is_head(draft.name)):
         return None

@@ -64,6 +64,11 @@ class Curve:
         sizes = [0, *(size for size, _ in self.points)]
         return all(low < high for low, high in pairwise(sizes))
 
+    @property
+    def valid(self) -> bool:
+        """Whether it may have been measured: rising sizes, and times."""
+        return bool(self.points) and self.rises and all(0.0 < seconds < math.inf for _, seconds in self.points)
+
     def scaled(self, share: float) -> Curve:
         """Passes that take this share of the time."""
         return Curve(tuple((rows, share * seconds) for rows, seconds in self.points), self.stepped)
@@ -77,15 +82,35 @@ class CostTable:
     draft: Curve = Curve()  # of a draft model; empty: drafting costs nothing before it was measured
     steps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # (batch slots, k) -> seconds, captured
     measured: bool = True
-    head: Curve = Curve()  # of a draft head's layers over rows of text; its levels are told by the steps' times
+    head: Curve = Curve()  # of a draft head's layers over rows of text
+    drafts: Mapping[int, Curve] = field(default_factory=dict)  # of a head's drafts by nodes: over sequences, not rows
 
     def step(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
         fitting = [(size, nodes) for size, nodes in self.steps if size >= batch and nodes >= k]
         if fitting:
             return max(SHORTEST, self.steps[min(fitting)])
-        drafting = self.draft(2 * batch) + (k - 1) * self.draft(batch) if k and self.draft.points else 0.0
-        return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + drafting)
+        return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + self._drafting(batch, k))
+
+    def adds(self, batch: int, k: int, drafted: int) -> float:
+        """Seconds that drafts of k tokens for this many sequences add to a plain step of a batch."""
+        if self.captured(batch, k):
+            return max(0.0, self.step(batch, k) - self.step(batch, 0))
+        rows = self.target(batch + drafted * k) - self.target(batch)
+        return max(0.0, rows + self._drafting(drafted, k))
+
+    def prices_drafts(self, batch: int, k: int) -> bool:
+        """Whether it knows what drafting takes beside the target's rows."""
+        return bool(self.draft.points or self.drafts) or self.captured(batch, k)
+
+    def _drafting(self, batch: int, k: int) -> float:
+        """Seconds in which drafts of k tokens are made for each of a batch."""
+        if k and self.draft.points:
+            return self.draft(2 * batch) + (k - 1) * self.draft(batch)
+        if not (k and self.drafts):
+            return 0.0
+        nodes = min((n for n in self.drafts if n >= k), default=max(self.drafts))
+        return self.drafts[nodes](batch) * max(1.0, k / nodes)
 
     def with_head(self, share: float) -> CostTable:
         """With a draft head whose layers are this share of the target's, and take that share of its passes' time."""
@@ -114,6 +139,10 @@ class CostTable:
             "steps": [[size, k, seconds] for (size, k), seconds in self.steps.items()],
         }
 
+    def with_drafts(self, drafts: Mapping[int, Curve]) -> CostTable:
+        """With what a draft head's drafts take."""
+        return replace(self, drafts=drafts)
+
     @classmethod
     def of_json(cls, kept: Mapping[str, Any]) -> CostTable:
         target, draft = (
@@ -140,6 +169,7 @@ class _Cell:
     doubted_since: int | None = None  # of plain ones: the number of the step since when it waits to be confirmed
     last: int = 0  # the number of its last step
     level: float = 0.0  # at that time
+    host: float = 0.0  # of plain ones: seconds over the table's when they were first known, 1 at least; 0: not known
 
     def drifted(self, level: float) -> bool:
         """Whether other kinds have moved the level much since: they do not tell whether this one has changed too."""
@@ -232,6 +262,8 @@ class StepCosts:
             self._doubt_plain(batch, expected * cell.factor)
         else:
             cell.doubt(self._steps)
+            if not cell.host and len(cell.first) >= REFERENCE:
+                cell.host = max(1.0, self._level * cell.factor)
 
     def _doubt_plain(self, batch: int, drafted: float) -> None:
         """Plain steps were measured in a slow moment if they seem to take longer than drafted ones."""
@@ -300,22 +332,37 @@ class StepCosts:
         if not k:
             return level * plain, level * plain
         drafted = None if self._told(size, k) else self._by_another_length(batch, k, rows, plain)
+        if drafted is None and self._nearest(size, k, drafted=True) is None:
+            drafted = plain + (self._step(batch, k, rows) - self._step(batch, 0, None)) * self.scale(batch) / level
         if drafted is None:
             drafted = self._step(batch, k, rows) * self._factor(size, k)
         return level * plain, level * max(plain, drafted)
 
+    def scale(self, batch: int) -> float:
+        """What the table's seconds take now. What plain steps took beyond them from the beginning is the host's work
+        around a pass, and is no more for more rows."""
+        plain = self._cells.get((bucket(batch), 0))
+        host = plain.host if plain is not None and plain.host and self.measured else 1.0
+        return self.level * self._factor(bucket(batch), 0) / host
+
     def _by_another_length(self, batch: int, k: int, rows: int | None, plain: float) -> float | None:
         """A drafted step of a length that was not measured, by the nearest one that was: a table that is wrong in what
-        drafts of one length add to a plain step is as many times wrong for others. None: nothing can be said."""
+        drafts of one length add to a plain step is as many times wrong for others. None: nothing can be said.
+
+        If the table does not know what drafting takes, what is missing is taken to be as much for any length.
+        """
         size, base = bucket(batch), self._step(batch, 0, None)
         near = self._nearest_told(size, k)
-        adds = 0.0 if near is None else self._step(batch, near, None) - base
-        if near is None or adds < NOTICED * base:
+        if near is None:
             return None
-        times = max(0.0, self._step(batch, near, None) * self._factor(size, near) - plain) / adds
-        if self.measured and times < LOWEST:
-            return None  # more likely plain steps were measured in a slow moment
-        return plain + times * max(0.0, self._step(batch, k, rows) - base)
+        says, adds = self._step(batch, near, None) - base, max(0.0, self._step(batch, k, rows) - base)
+        takes = max(0.0, self._step(batch, near, None) * self._factor(size, near) - plain)
+        missing = takes - says * self.scale(batch) / self.level
+        if self.measured and missing > 0.0 and not self.table.prices_drafts(batch, k):
+            return plain + adds * self.scale(batch) / self.level + missing
+        if says < NOTICED * base or (self.measured and takes < LOWEST * says):
+            return None  # if much less than it says, more likely plain steps were measured in a slow moment
+        return plain + takes / says * adds
 
     def _told(self, size: int, k: int) -> bool:
         """Whether steps of this kind say themselves what they take."""

@@ -8,23 +8,62 @@ from typing import Any
 from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
+from faircopy.draft_length import LADDER, SHARED_FROM, Room, own_room
+from faircopy.drafters.base import Drafter
+from faircopy.drafters.head_drafter import HeadDrafter
+from faircopy.drafters.head_trial import draft_curves
 from faircopy.drafters.heads import Head
-from faircopy.model.anatomy import known_identity
+from faircopy.model.anatomy import is_head, known_identity
 from faircopy.model.base import Model
 from faircopy.model.trial import pass_curve
 from faircopy.progress import doing
 
-TARGET_TRIAL, DRAFT_TRIAL = 1.5, 0.5  # seconds that measuring takes
-_KEPT = KeptTable("costs")
+TARGET_TRIAL, DRAFT_TRIAL, HEAD_TRIAL = 1.5, 0.5, 0.8  # seconds that measuring takes
+_KEPT, _KEPT_DRAFTS = KeptTable("costs"), KeptTable("drafts")
 
 
-def cost_table(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable | None:
-    """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps."""
+def cost_table(
+    target: Model,
+    draft: Model | Head | None,
+    config: EngineConfig,
+    drafter: Drafter | None = None,
+    room: Room = own_room,
+) -> CostTable | None:
+    """What passes cost, measured unless it is known; None on a GPU, where warming up measures steps.
+
+    drafter: what makes the drafts of a head. room: nodes that a sequence may have, see DraftLengths.room.
+    """
     if target.device.type != "cpu":
         return None
     table = known_costs(target, draft) or _measured(target, draft, config)
-    layers = len(draft.layers) if isinstance(draft, Head) else 0
-    return table.with_head(layers / max(1, len(target.layers)))
+    if isinstance(draft, Head):
+        table = table.with_head(len(draft.layers) / max(1, len(target.layers)))
+    if isinstance(draft, Head) and isinstance(drafter, HeadDrafter):
+        table = table.with_drafts(_head_drafts(draft, drafter, config, room))
+    return table
+
+
+def _head_drafts(head: Head, drafter: HeadDrafter, config: EngineConfig, room: Room) -> dict[int, Curve]:
+    """What a head's drafts take, measured unless it is known."""
+    lengths = [k for k in LADDER if 0 < k <= config.k]
+    rooms = [room(k, SHARED_FROM) for k in lengths]
+    checkpoint = known_identity(head.name) if is_head(head.name) else None
+    key = f"{checkpoint} {head.dtype} {device_kind(head.device)} {rooms} up to {config.max_batch} {source_hash()}"
+    known = None if checkpoint is None else _curves(_KEPT_DRAFTS.get(key))
+    if known is None:
+        with doing(f"{head.name}: measuring what drafts cost"):
+            known = draft_curves(drafter, lengths, config.max_batch, room, head.context, HEAD_TRIAL)
+        if checkpoint is not None:
+            _KEPT_DRAFTS.put(key, {k: curve.points for k, curve in known.items()})
+    return known
+
+
+def _curves(kept: Any) -> dict[int, Curve] | None:
+    """As they were kept; None: there are none, or the file was damaged."""
+    with suppress(AttributeError, TypeError, ValueError, OverflowError):
+        curves = {int(k): Curve(tuple((int(size), float(s)) for size, s in points)) for k, points in kept.items()}
+        return curves if curves and all(curve.valid for curve in curves.values()) else None
+    return None
 
 
 def _measured(target: Model, draft: Model | Head | None, config: EngineConfig) -> CostTable:

@@ -65,17 +65,17 @@ class Trial:
         self.drafts, self.accepted = self.drafts + len(found), self.accepted + sum(found)
 
 
-def new_trial(seqs: list[Sequence], k: int, newcomers_at_most: int) -> Trial:
-    """A trial with those of whose text the drafter has to read least, and which go on for a few steps.
+def new_trial(seqs: list[Sequence], k: int, most: int) -> Trial:
+    """A trial with those of whose text the drafter has to read least, and which go on for a few steps. most: of them.
 
     Of a large batch only with those that come in now, if there are any, and for more steps if they are few: a draft
     head has the states of their prompts, and none of what was written while it was off.
     """
     lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
-    newcomers = [seq for seq in lasting if not seq.output][:newcomers_at_most]
-    if newcomers and len(seqs) > TRIED:
-        return Trial(frozenset(newcomers), min(LONGEST_TRIAL, TRIAL * -(-TRIED // len(newcomers))))
-    return Trial(frozenset(sorted(lasting, key=lambda seq: len(seq.output))[:TRIED] or seqs), TRIAL)
+    newcomers = [seq for seq in lasting if not seq.output][:most]
+    shortest = sorted(lasting, key=lambda seq: len(seq.output))[: min(most, TRIED)]
+    chosen = frozenset((newcomers if len(seqs) > TRIED else []) or shortest or seqs)
+    return Trial(chosen, TRIAL if len(chosen) >= min(TRIED, len(seqs)) else LONGEST_TRIAL)
 
 
 def _paid_length(step: FinishedStep) -> int:
@@ -412,13 +412,13 @@ class AutoLength(DraftLengths):
         return self._gain([self.acceptance.survival(seq, k) for seq in seqs], k) > PROMISING * len(seqs)
 
     def _try(self, seqs: list[Sequence], reason: str) -> None:
-        """Begin a trial if what it costs may be lost: in captured steps of all newcomers, else of a few."""
+        """Begin a trial if what it costs may be lost: in captured steps of all newcomers, else of few or fewer."""
         batch = self._batch
         k = min(TRIAL_K if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         allowed = self.ledger.allowed(self.costs.of(batch, 0), 0 if self._drafts and batch > TRIED else START)
-        for newcomers_at_most in (batch, TRIED) if self.costs.table.steps else (TRIED,):
-            trial = new_trial(seqs, k, newcomers_at_most)
-            if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k) < allowed:
+        for most in (batch, TRIED) if self.costs.table.steps else (TRIED, TRIED // 2, TRIED // 4):
+            trial = new_trial(seqs, k, most)
+            if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k, len(trial.seqs)) < allowed:
                 self._wait = min(PROBE, 2 * self._wait)
                 self.k, self._trial, self._last_trial = k, trial, self._choices
                 self._row_cost = self._token_cost = 0.0
@@ -432,12 +432,14 @@ class AutoLength(DraftLengths):
         passes = sum(len(seq.tokens) for seq in seqs if not seq.output) // table.target.largest
         return self._reading(trial.seqs) + passes * table.reading(len(trial.seqs)) * self.costs.level
 
-    def _dearer(self, batch: int, k: int) -> float:
-        """Seconds that a drafted step takes beyond a plain one; by the table, if none was measured of late."""
-        plain, table = self.costs.of(batch, 0), self.costs.table
-        if self.costs.known(batch, k):
-            return self.costs.of(batch, k) - plain
-        return plain * (table.step(batch, k) / table.step(batch, 0) - 1.0)
+    def _dearer(self, batch: int, k: int, drafted: int) -> float:
+        """Seconds that a step with drafts for this many sequences takes beyond a plain one; by the table, if none was
+        measured of late."""
+        table, adds = self.costs.table, self.costs.table.adds(batch, k, drafted)
+        if not self.costs.known(batch, k):
+            return adds * self.costs.scale(batch)
+        whole = table.adds(batch, k, batch)
+        return (self.costs.of(batch, k) - self.costs.of(batch, 0)) * (adds / whole if whole else 1.0)
 
     def _trial_is_over(self) -> bool:
         assert self._trial is not None, "there is a trial"

@@ -526,7 +526,7 @@ CPU_LIKE = CostTable(
 def times_plain(auto: AutoLength, rate: float, steps: int, batch: int) -> float:
     """Tokens per second over plain decoding where steps take what the table says."""
     table = auto.costs.table
-    tokens, seconds, _ = simulate(auto, rate, table.step, steps, batch)
+    tokens, seconds, _ = simulate(auto, rate, table.step, steps, batch, adds=table.adds)
     return tokens / seconds / plain_rate(table.step, batch)
 
 
@@ -554,6 +554,52 @@ def test_an_unknown_drafter_is_tried_once_where_a_good_one_would_pay() -> None:
     assert times_plain(AutoLength(8, table=CPU_LIKE), 0.0, 60, batch=4) > 0.97  # a trial ends where nothing is right
     _, _, chosen = simulate(AutoLength(8, table=CPU_LIKE), 0.95, CPU_LIKE.step, 250, 32)
     assert not any(chosen)  # of 32 sequences even good drafts cost more than they bring
+
+
+def test_what_the_host_adds_to_every_step_is_not_taken_for_slow_rows() -> None:
+    """Plain steps take 3 where their pass takes 1, since the host works around it: drafts then cost less than three
+    times what the table says, and are tried where they pay."""
+    table = CostTable(Curve(((1, 1.0), (9, 2.0))), drafts={k: Curve(((1, 1.0), (64, 2.0))) for k in (1, 2, 3, 5, 8)})
+
+    def really(batch: int, k: int) -> float:
+        return table.step(batch, k) + 2.0
+
+    costs = StepCosts(table)
+    for _ in range(REFERENCE):
+        costs.observe(1, 0, 1, really(1, 0))
+    assert costs.of(1, 4) == pytest.approx(really(1, 4), rel=0.01)
+    tokens, seconds, _ = simulate(AutoLength(8, table=table), 0.6, really, 400, batch=1)
+    best = max(sum(0.6**place for place in range(k + 1)) / really(1, k) for k in (1, 2, 3, 5, 8))
+    assert tokens / seconds > 0.95 * best > 1.05 * plain_rate(really, 1)
+
+
+def test_what_the_table_does_not_know_of_drafting_is_the_same_for_other_lengths() -> None:
+    """A drafter of a user's own: the table knows rows alone, and its drafts take a step's time, however long they
+    are."""
+    table = CostTable(Curve(((1, 1.0), (9, 1.2))))
+
+    def really(batch: int, k: int) -> float:
+        return table.step(batch, k) + bool(k)
+
+    tokens, seconds, _ = simulate(AutoLength(8, table=table), 0.9, really, 400, batch=1)
+    assert tokens / seconds > 0.93 * sum(0.9**place for place in range(9)) / really(1, 8)
+
+
+def test_what_a_heads_drafts_take_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_costs, "_KEPT", KeptTable("costs"))
+    options = {"max_batch": 4, "device": "cpu", "dtype": "float32", "cache_memory": "16MiB"}
+    table = LLM(bundled.target(), bundled.named("clover"), **options).engine.draft_lengths.costs.table
+    assert [*table.drafts] == [1, 2, 3, 5, 8] and all(curve.valid for curve in table.drafts.values())
+    assert table.step(1, 2) > table.target(3) and table.prices_drafts(1, 2)
+    seconds = {str(k): [[1, 0.25]] for k in (1, 2)}
+    for content, wanted in (({}, None), ({"1": [[1, -1.0]]}, None), (seconds, 0.25)):
+        kept = measured_costs._curves(content)
+        assert (None if kept is None else kept[2](1)) == wanted
+    monkeypatch.setattr(measured_costs, "_KEPT_DRAFTS", KeptTable("drafts"))
+    monkeypatch.setattr(measured_costs, "draft_curves", None)  # it is not measured again
+    again = LLM(bundled.target(), bundled.named("clover"), **options).engine.draft_lengths.costs.table
+    assert again.drafts == table.drafts
 
 
 def test_what_is_kept_knows_how_often_there_was_a_draft() -> None:

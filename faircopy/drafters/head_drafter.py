@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -146,6 +147,17 @@ class HeadDrafter(Drafter):
         known = self._known.get(seq)
         return first == (0 if known is None else known.end)
 
+    def over(self, layout: PagedLayout) -> HeadDrafter:
+        """The same head with another cache, which knows no states yet."""
+        other = copy(self)
+        other._layout, other._known = layout, {}
+        return other
+
+    def empty_states(self, rows: int) -> dict[int, Tensor]:
+        """The target's states that it wants of this many rows, all zero."""
+        head, width = self._head, self._head.input_size // len(self.wants)
+        return {layer: torch.zeros(rows, width, dtype=head.dtype, device=head.device) for layer in self.wants}
+
     def forget(self, seq: Sequence) -> None:
         self._known.pop(seq, None)
         self._layout.forget(seq)
@@ -164,13 +176,13 @@ class HeadDrafter(Drafter):
                 self._rehearse(-(-rows // PART), min(rows, PART), min(rows, PART))
             self._rehearse(1, 1, SPAN + 1)
             for context in (SPAN // 2, SPAN + 1) if self._head.deep else ():
-                layout, packed = tree_scene(self._cached_rows, context, self._layout.tables.page)
+                layout, packed = tree_scene(self.cached_rows, context, self._layout.tables.page)
                 memory, ids = self._rehearse_reading(layout, packed)
                 self._head.step(1, memory, ids.long(), self._rows(packed, layout))
 
     def _rehearse(self, batch: int, rows: int, context: int) -> None:
         """Read the last rows of texts of this length, and guess."""
-        made = scene(self._cached_rows, batch, rows, context, prompt=True, page=self._layout.tables.page)
+        made = scene(self.cached_rows, batch, rows, context, prompt=True, page=self._layout.tables.page)
         memory, ids = self._rehearse_reading(*made)
         if ids.shape[1] <= MOST_GUESSED:
             self._head.step(0, memory, ids.long())
@@ -182,7 +194,8 @@ class HeadDrafter(Drafter):
         return head.read(states, packed.ids[None], self._rows(packed, layout)), packed.ids[None]
 
     @property
-    def _cached_rows(self) -> CachedRows:
+    def cached_rows(self) -> CachedRows:
+        """What its cache keeps per token."""
         head = self._head
         return CachedRows(head.layers, head.dtype, head.device, head.vocab)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +112,7 @@ def _curves(rows: Sequence[dict[str, Any]], depths: Sequence[int]) -> dict[int, 
 
 
 def _checked(curve: Curve) -> Curve:
-    if not (curve.points and curve.rises and all(0.0 < seconds < math.inf for _, seconds in curve.points)):
+    if not curve.valid:
         raise ValueError("not times of passes")
     return curve
 

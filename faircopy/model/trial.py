@@ -69,7 +69,7 @@ def scene(
     prompt: the rows are the last of the context, all fed at once, in tiles like those of graphs; else its last token
     and nodes behind it.
     """
-    layout, seqs = _filled(model, batch, context, rows, page)
+    layout, seqs = filled(model, batch, context, rows, page)
     for seq in seqs:
         layout.set_cached(seq, context - (rows if prompt else 1))
     nodes = [[] if prompt else [n % model.vocab for n in range(1, rows)] for _ in seqs]
@@ -80,14 +80,12 @@ def scene(
 
 def tree_scene(model: Model | CachedRows, context: int, page: int) -> tuple[PagedLayout, Packed]:
     """The same for the last token of one sequence and a tree of two nodes, in tiles like those of graphs."""
-    layout, seqs = _filled(model, 1, context, 2, page)
+    layout, seqs = filled(model, 1, context, 2, page)
     layout.set_cached(seqs[0], context - 1)
     return layout, layout.pack(Batch(seqs, [context], [2]), Draft([[0, 1]], [[-1, -1]]), like_graphs=True)
 
 
-def _filled(
-    model: Model | CachedRows, batch: int, context: int, more: int, page: int
-) -> tuple[PagedLayout, list[Text]]:
+def filled(model: Model | CachedRows, batch: int, context: int, more: int, page: int) -> tuple[PagedLayout, list[Text]]:
     """A layout filled with noise, and sequences of this length with room for more."""
     tables = BlockTables(PagePool(batch * -(-(context + more) // page)), page, reuse=False)
     layout = PagedLayout(tables, model.layers, model.dtype, model.device)

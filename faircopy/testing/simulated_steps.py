@@ -45,9 +45,14 @@ def simulate(
     seed: int = 0,
     trees: Trees | None = None,
     seqs: list[Sequence] | None = None,
+    adds: Callable[[int, int, int], float] | None = None,
 ) -> tuple[int, float, list[int]]:
     """Tokens, seconds and lengths of an engine whose drafts are right with this chance and whose steps take
-    cost(batch, k). seqs: the batch, if its requests have draft lengths of their own."""
+    cost(batch, k). seqs: the batch, if its requests have draft lengths of their own.
+
+    adds: of eager steps, seconds that (batch, k, sequences with drafts) add to a plain one; else drafts for some take
+    what those for all do.
+    """
     source, tokens, seconds, chosen = random.Random(seed), 0, 0.0, []
     seqs = sequences(batch) if seqs is None else seqs
     batch = len(seqs)
@@ -56,6 +61,8 @@ def simulate(
         kinds = [(length, rate) if trees is None else trees.of(length, rate) for length in lengths]
         accepted = [_accepted(source, *kind) for kind in kinds]
         taken = cost(batch, max(lengths))
+        if adds is not None:
+            taken = cost(batch, 0) + adds(batch, max(lengths), sum(map(bool, lengths)))
         first = [0 if trees is None else trees.first(source, length, rate) for length in lengths]
         paths = [list(range(node, node + good)) for node, good in zip(first, accepted, strict=True)]
         verdict = Verdict([Decision(path, [0] * (len(path) + 1)) for path in paths])
