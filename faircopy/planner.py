@@ -503,19 +503,20 @@ class AutoLength(DraftLengths):
         return gain if chain == k else UNSEEN * tree_gain({chain: gain}, k)
 
     def _update_marginal_costs(self, batch: int, k: int, rate: float) -> None:
-        """What one more row costs, and one more draft token, in tokens that could have been written meanwhile."""
+        """What one of k rows costs, and one more draft token, in tokens that could have been written meanwhile."""
         table = self.costs.table
         if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
             self._row_cost = self._token_cost = self._token_cost_alone = 0.0
             return
-        rows = self._rows(batch, k)  # over twice as many, for single measurements may be off
+        rows = self._rows(batch, k)
         likely = self.costs.of(batch, k, rows)
-        more = (self.costs.of(batch, k, 2 * rows) - likely) / rows
-        more = min(more, (likely - self.costs.of(batch, 0)) / max(1, rows - batch))  # no more than k cost on average
-        drafting = self._drafting(batch, k, more)
-        self._row_cost = max(0.01, min(0.8, rate * more))
-        self._token_cost = max(0.02, min(0.9, rate * (more + drafting / batch)))
-        self._token_cost_alone = rate * (more + drafting)
+        # over twice as many, for single measurements may be off
+        beyond = (table.target(2 * rows) - table.target(rows)) / rows * self.costs.scale(batch)
+        row = min(beyond, (likely - self.costs.of(batch, 0)) / max(1, rows - batch))  # no more than k cost on average
+        drafting = self._drafting(batch, k, row)
+        self._row_cost = max(0.01, min(0.8, rate * row))
+        self._token_cost = max(0.02, min(0.9, rate * (beyond + drafting / batch)))
+        self._token_cost_alone = rate * (beyond + drafting)
 
     def _drafting(self, batch: int, k: int, row: float) -> float:
         """Seconds of one pass of the drafter: by the table, or what measured steps take beyond plain ones and rows, if

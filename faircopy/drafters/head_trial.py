@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from faircopy.costs import Curve
-from faircopy.draft_length import Room
 from faircopy.drafters.head_drafter import HeadDrafter
 from faircopy.layout.paged import PagedLayout
 from faircopy.model.runner import Result
@@ -22,7 +21,12 @@ REPEATS = 3
 
 @torch.no_grad()
 def draft_curves(
-    drafter: HeadDrafter, lengths: Sequence[int], most: int, room: Room, context: int, seconds: float
+    drafter: HeadDrafter,
+    lengths: Sequence[int],
+    most: int,
+    room: Callable[[int, int], int],
+    context: int,
+    seconds: float,
 ) -> dict[int, Curve]:
     """Seconds of a batch's drafts by its sequences, for each number of nodes; measuring takes about `seconds`.
 
@@ -46,7 +50,7 @@ def _cases(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             yield from ((size, k) for k in lengths)
 
 
-def _seconds(drafter: HeadDrafter, size: int, tokens: int, k: int, room: Room) -> float:
+def _seconds(drafter: HeadDrafter, size: int, tokens: int, k: int, room: Callable[[int, int], int]) -> float:
     """The best time of a few drafts for texts that have been read but for the last token."""
     layout, texts = filled(drafter.cached_rows, size, tokens, 4 * (k + 1), PAGE)
     trial, nodes = drafter.over(layout), room(k, size)
