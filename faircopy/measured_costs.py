@@ -48,20 +48,31 @@ def _head_drafts(head: Head, drafter: HeadDrafter, config: EngineConfig, room: R
     lengths = [k for k in LADDER if 0 < k <= config.k]
     rooms = [room(k, SHARED_FROM) for k in lengths]
     checkpoint = known_identity(head.name) if is_head(head.name) else None
-    key = f"{checkpoint} {head.dtype} {device_kind(head.device)} {rooms} up to {config.max_batch} {source_hash()}"
+    about = f"{str(head.dtype).removeprefix('torch.')}, {device_kind(head.device)}"
+    key = f"{checkpoint} {about} {rooms} up to {config.max_batch} {source_hash()}"
     known = None if checkpoint is None else _curves(_KEPT_DRAFTS.get(key))
     if known is None:
         with doing(f"{head.name}: measuring what drafts cost"):
             known = draft_curves(drafter, lengths, config.max_batch, room, head.context, HEAD_TRIAL)
         if checkpoint is not None:
-            _KEPT_DRAFTS.put(key, {k: curve.points for k, curve in known.items()})
+            times = {k: curve.points for k, curve in known.items()}
+            _KEPT_DRAFTS.put(key, {"checkpoint": checkpoint, "about": about, "drafts": times})
     return known
+
+
+def kept_drafts(name: str) -> list[tuple[str, dict[int, Curve]]]:
+    """What a head's drafts take, each with the type and device that they were measured with."""
+    checkpoint = known_identity(name)
+    dicts = [kept for kept in _KEPT_DRAFTS.values() if isinstance(kept, dict) and checkpoint is not None]
+    found = [(str(kept.get("about")), _curves(kept)) for kept in dicts if kept.get("checkpoint") == checkpoint]
+    return [(about, curves) for about, curves in found if curves is not None]
 
 
 def _curves(kept: Any) -> dict[int, Curve] | None:
     """As they were kept; None: there are none, or the file was damaged."""
-    with suppress(AttributeError, TypeError, ValueError, OverflowError):
-        curves = {int(k): Curve(tuple((int(size), float(s)) for size, s in points)) for k, points in kept.items()}
+    with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        times = kept["drafts"].items()
+        curves = {int(k): Curve(tuple((int(size), float(s)) for size, s in points)) for k, points in times}
         return curves if curves and all(curve.valid for curve in curves.values()) else None
     return None
 

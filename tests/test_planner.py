@@ -28,6 +28,8 @@ from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
 from faircopy.planner import AutoLength
+from faircopy.planning.drafts import shape_of_draft
+from faircopy.planning.measured import Measured
 from faircopy.testing import TableModel
 from faircopy.testing.simulated_steps import Trees, sequences, simulate
 from faircopy.types import Batch, Confidence, Decision, Draft, FinishedStep, Request, Sequence, Verdict
@@ -594,12 +596,17 @@ def test_what_a_heads_drafts_take_is_measured_and_kept(tmp_path: Path, monkeypat
     assert table.step(1, 2) > table.target(3) and table.prices_drafts(1, 2)
     seconds = {str(k): [[1, 0.25]] for k in (1, 2)}
     for content, wanted in (({}, None), ({"1": [[1, -1.0]]}, None), (seconds, 0.25)):
-        kept = measured_costs._curves(content)
+        kept = measured_costs._curves({"drafts": content})
         assert (None if kept is None else kept[2](1)) == wanted
     monkeypatch.setattr(measured_costs, "_KEPT_DRAFTS", KeptTable("drafts"))
     monkeypatch.setattr(measured_costs, "draft_curves", None)  # it is not measured again
     again = LLM(bundled.target(), bundled.named("clover"), **options).engine.draft_lengths.costs.table
     assert again.drafts == table.drafts
+    ((about, kept),) = measured_costs.kept_drafts(bundled.named("clover"))
+    assert kept == table.drafts and about.startswith("float32")
+    shape = shape_of_draft(bundled.named("clover"), torch.float32, CPU)
+    known = Measured.of(str(bundled.target()), [shape], torch.float32, CPU, 4)
+    assert known.costs[shape.name].drafts == table.drafts  # plans use it, too
 
 
 def test_what_is_kept_knows_how_often_there_was_a_draft() -> None:

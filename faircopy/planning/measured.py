@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from faircopy.cache import device_kind
-from faircopy.costs import CostTable
+from faircopy.costs import CostTable, Curve
 from faircopy.measured_acceptance import History, known_history
-from faircopy.measured_costs import kept_costs
+from faircopy.measured_costs import kept_costs, kept_drafts
+from faircopy.model.anatomy import is_head
 from faircopy.planning.drafts import NO_DRAFT, DraftShape
 from faircopy.planning.ladder import Speed
 from faircopy.planning.memory import Setup, without_drafts
@@ -32,7 +33,8 @@ class Measured:
         """device: None if it is not one of this machine, and no times are known. rows: that passes have at most."""
         found = {} if device is None else _tables(target, dtype, device)
         tables = {name: table for name, table in found.items() if table.target.points[-1][0] >= min(rows, ENOUGH_ROWS)}
-        costs = {draft.name: _table(tables, draft) for draft in (NO_DRAFT, *drafts)}
+        drafted = {draft.name: _drafts(draft, dtype, device) for draft in drafts if found}
+        costs = {draft.name: _table(tables, draft, drafted.get(draft.name, {})) for draft in (NO_DRAFT, *drafts)}
         histories = {draft.name: known_history(target, draft.name) for draft in drafts if draft.kind != "own"}
         return cls(
             {name: table for name, table in costs.items() if table is not None},
@@ -82,9 +84,10 @@ class Measured:
         return f"by {times} and {told}"
 
     def _seconds(self, setup: Setup) -> float:
-        """A head's levels take the share of a pass that its numbers are of the target's."""
+        """A head's levels take what was measured, else the share of a pass that its numbers are of the target's."""
         costs, batch, draft = self.costs[setup.draft.name], setup.batch, setup.draft
-        if draft.kind != "head":
+        all_levels = setup.levels == min(setup.nodes, draft.levels)
+        if draft.kind != "head" or (costs.drafts and all_levels):
             return costs.step(batch, setup.nodes)
         numbers = draft.parameters(setup.levels) + setup.levels * setup.target.vocab * setup.target.hidden
         return costs.target(setup.rows) + costs.target(batch) * numbers / setup.target.read
@@ -103,9 +106,19 @@ def _place(name: str) -> str:
     return str(folder.resolve()) if folder.exists() else name
 
 
-def _table(tables: dict[str, CostTable], draft: DraftShape) -> CostTable | None:
+def _drafts(draft: DraftShape, dtype: torch.dtype, device: torch.device | None) -> dict[int, Curve]:
+    """What a head's drafts take, if that was measured in this type and on this device."""
+    if draft.kind != "head" or device is None or not is_head(draft.name):
+        return {}
+    about = f"{str(dtype).removeprefix('torch.')}, {device_kind(device)}"
+    return next((curves for said, curves in kept_drafts(draft.name) if said == about), {})
+
+
+def _table(tables: dict[str, CostTable], draft: DraftShape, drafts: dict[int, Curve]) -> CostTable | None:
     """The target's passes are the same beside any drafter; those of a draft model must have been measured."""
     if draft.kind == "model":
         return tables.get(_place(draft.name))
     found = next(iter(tables.values()), None)
-    return None if found is None else CostTable(found.target, steps={k: s for k, s in found.steps.items() if not k[1]})
+    if found is None:
+        return None
+    return CostTable(found.target, steps={k: s for k, s in found.steps.items() if not k[1]}, drafts=drafts)

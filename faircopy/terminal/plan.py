@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from faircopy.config import GPU_RESERVE, EngineConfig, parse_bytes
-from faircopy.costs import CostTable
-from faircopy.measured_costs import kept_costs
+from faircopy.costs import CostTable, Curve
+from faircopy.measured_costs import kept_costs, kept_drafts
+from faircopy.model.anatomy import is_head
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.planning.devices import Device, named_device
 from faircopy.planning.drafts import NO_DRAFT, DraftShape, check_head, shape_of_draft
@@ -94,6 +95,9 @@ def show(plan: Plan, wish: Wish, explain: bool, console: Console) -> None:
             console.print(_passes(about, costs))
             if costs.steps:
                 console.print(_steps(costs))
+        for draft in filter(is_head, wish.drafts):
+            for about, drafts in kept_drafts(draft):
+                console.print(_drafts(draft, about, drafts))
 
 
 def as_json(plan: Plan, wish: Wish) -> str:
@@ -231,6 +235,15 @@ def _steps(costs: CostTable) -> Table:
     for size in sorted({size for size, _ in costs.steps}):
         times = [costs.steps.get((size, k)) for k in lengths]
         table.add_row(str(size), *("-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times))
+    return table
+
+
+def _drafts(head: str, about: str, drafts: dict[int, Curve]) -> Table:
+    table = Table(title=f"Measured drafts of {_short(head)}, ms, by nodes ({about})", title_justify="left")
+    for name in ("sequences", *map(str, sorted(drafts))):
+        table.add_column(name, justify="right")
+    for size in sorted({size for curve in drafts.values() for size, _ in curve.points}):
+        table.add_row(str(size), *(f"{1e3 * drafts[k](size):.2f}" for k in sorted(drafts)))
     return table
 
 
