@@ -15,10 +15,11 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 
 from faircopy.bench.record import collect
 from faircopy.bench.shapes import random_model
-from faircopy.build import build_engine
+from faircopy.build import build_engine, load_target
 from faircopy.config import DTYPES, EngineConfig
 from faircopy.drafters.folder import LEVELS, METHODS
 from faircopy.drafters.heads import Head, HeadConfig
@@ -34,7 +35,8 @@ from faircopy.drafters.networks.blocks import BlockShape
 from faircopy.drafters.ngram import NgramDrafter
 from faircopy.kernels.memory import give_back_free_memory
 from faircopy.model.base import Model
-from faircopy.model.shape import shape_of_config
+from faircopy.model.shape import shape_of_checkpoint, shape_of_config
+from faircopy.model.shape_share import WHOLE, Split
 from faircopy.planning.drafts import NGRAM, NO_DRAFT, DraftShape, shape_of_draft
 from faircopy.planning.memory import Setup, memory_items, total
 from faircopy.types import Request, SamplingParams
@@ -77,6 +79,12 @@ class Case:
     batch: int = 1
     prompt: int = 96
     tokens: int = 256  # of each sequence at the end
+    tensor: int = 1  # ranks that share each layer of the target,
+    stages: int = 1  # or its layers; measured is rank 0
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tensor, self.stages)
 
 
 CPU = (
@@ -95,6 +103,12 @@ CPU = (
     Case("150M", "bfloat16", "clover2", 5, 10, 160, 224),
     Case("150M", "bfloat16", "ngram", 3, 24, 100, 192),
     Case("150M", "float32", "eagle3", 6, 3, 300, 416),
+    # Rank 0 of several.
+    Case("110M", "float32", batch=8, tensor=2),
+    Case("110M", "bfloat16", "45M", 4, 8, tensor=2),
+    Case("150M", "bfloat16", "ngram", 3, 24, 100, 192, tensor=2),
+    Case("110M", "float32", batch=8, stages=2),
+    Case("150M", "bfloat16", "45M", 4, 8, stages=2),
 )
 GPU = (
     Case("0.6B", "bfloat16", batch=1),
@@ -135,8 +149,10 @@ def predicted(case: Case, device: torch.device) -> list[Any]:
     elif case.draft in SHAPES:
         model = shape_of_config(config_of(case.draft), kind)
         draft = DraftShape(name=case.draft, kind="model", model=model)
+    with checkpoint(case.target) as folder:
+        target = shape_of_checkpoint(folder, kind, device, case.split)
     setup = Setup(
-        target=shape_of_config(config_of(case.target), kind), draft=draft, nodes=case.k,
+        target=target, draft=draft, nodes=case.k,
         levels=min(case.k, draft.levels or case.k), batch=case.batch, tokens=case.tokens, device=device, page=PAGE,
         sampled=False, chunk=chunk_of(case, device),
     )  # fmt: skip
@@ -148,10 +164,30 @@ def chunk_of(case: Case, device: torch.device) -> int:
     return min(EngineConfig().chunk_on(device), case.batch * case.prompt)
 
 
-def run(case: Case, device: torch.device) -> None:
-    """Load, warm up, and write all texts."""
+@contextmanager
+def checkpoint(name: str, kind: torch.dtype | None = None) -> Iterator[str]:
+    """A folder with a configuration, and random weights that are read as this type: stored in another one, because
+    memory that the file itself backs is not counted."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(name)
+        if kind is None:
+            config.save_pretrained(folder)
+        else:
+            stored = torch.bfloat16 if kind == torch.float32 else torch.float32
+            AutoModelForCausalLM.from_config(config).to(stored).save_pretrained(folder)
+        yield folder
+
+
+def run(case: Case, device: torch.device, folder: str | None = None) -> None:
+    """Load, warm up, and write all texts. folder: where ranks read their shares."""
     kind = DTYPES[case.dtype]
-    target = random_model(config_of(case.target), kind, device)
+    ranks = {"tensor_parallel": case.tensor, "pipeline_parallel": case.stages}
+    if folder is None:
+        target = random_model(config_of(case.target), kind, device)
+    else:
+        target = load_target(folder, EngineConfig(device=device.type, dtype=case.dtype, **ranks))
     draft: Model | Head | None = None
     if case.draft in SHAPES:
         draft = random_model(config_of(case.draft), kind, device)
@@ -163,7 +199,7 @@ def run(case: Case, device: torch.device) -> None:
     pages = case.batch * -(-(case.tokens + 2 * (case.k + 1)) // PAGE)
     config = EngineConfig(
         k=case.k, max_batch=case.batch, page=PAGE, prefix_reuse=False, device=device.type, dtype=case.dtype,
-        cache_memory=pages * PAGE * kv_of(target, draft),
+        cache_memory=pages * PAGE * kv_of(target, draft), **ranks,
     )  # fmt: skip
     engine = build_engine(target, drafter, draft=draft, config=config)
     if device.type == "cuda":
@@ -219,12 +255,15 @@ def measure(case: Case, device: torch.device) -> dict[str, int]:
     if device.type == "cpu":
         draft = "8M" if case.draft in SHAPES else case.draft
         warm = replace(case, target="8M", draft=draft, batch=2, prompt=96, tokens=128)
-        run(warm, device)
-        gc.collect()
-        give_back_free_memory()
-        peak = Peak()
-        with peak.watched():
-            run(case, device)
+        with ExitStack() as stack:
+            read, kind = case.split != WHOLE, DTYPES[case.dtype]
+            small, large = (stack.enter_context(checkpoint(n, kind)) if read else None for n in ("8M", case.target))
+            run(warm, device, small)
+            gc.collect()
+            give_back_free_memory()
+            peak = Peak()
+            with peak.watched():
+                run(case, device, large)
         return {"measured": peak.grown}
     gc.collect()
     torch.cuda.empty_cache()
@@ -259,6 +298,7 @@ def line(found: dict[str, Any]) -> str:
     mib = {name: found[name] / 2**20 for name in ("predicted", "measured")}
     what = f"{found['target']:12s} {found['dtype']:8s} {found['draft'] or '-':8s}"
     what += f" k {found['k']:2d} batch {found['batch']:2d}"
+    what += f" ranks {found['tensor']}" * (found["tensor"] > 1) + f" stages {found['stages']}" * (found["stages"] > 1)
     return f"{what}  predicted {mib['predicted']:9.1f} MiB  measured {mib['measured']:9.1f} MiB  {found['ratio']:.3f}"
 
 

@@ -405,6 +405,12 @@ def plan(
         str | None,
         typer.Option(help="A device to plan for: h200, h100, a100-80, l4, ..., or cpu; this machine's if left out."),
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Devices that share each layer; memory is then that of each.")
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help="Devices with some of the layers each; memory is then that of each.")
+    ] = 1,
     dtype: Dtype = "auto",
     acceptance: Annotated[
         float | None,
@@ -425,6 +431,7 @@ def plan(
     wish = planning.Wish(
         target=target or bundled.target(), drafts=[name for name in drafts if name != "none"], k=k, batch=batch,
         turns=turns, turn_tokens=turn_tokens, memory=memory, gpu=gpu, dtype=dtype, acceptance=acceptance,
+        split=planning.split_of(tensor_parallel, pipeline_parallel),
     )  # fmt: skip
     found = planning.plan_for(wish)
     if plot is not None:

@@ -49,7 +49,9 @@ class EngineConfig:
     pipeline_parallel: int = 1  # ranks, one per device, each with some of the target's layers
     k_groups: bool = False  # sums along K as ranks make them: the bits of any tensor_parallel, which switches it on
     threads: int | None = None  # CPU threads, for the whole process; None: torch's own choice
-    memory: int | str | None = None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take
+    memory: int | str | None = (
+        None  # bytes, or "24GiB", that weights, drafter, cache, graphs and passes may take, per device
+    )
     planned_tokens: int | None = None  # of each of max_batch sequences, to fit into `memory`; None: one whole context
     cache_memory: int | str | None = None  # bytes for keys and values; None: what is left on a GPU, else a quarter
     draft_levels: int | None = None  # tokens that a draft head guesses ahead at most; None: as many as it was made for
@@ -124,9 +126,6 @@ class EngineConfig:
         if self.strategy != "ragged":
             problem = f"ranks share the cache of strategy 'ragged' alone, not of {self.strategy!r}"
             raise ConfigError(field, self.ranks, problem, "use strategy='ragged'")
-        if self.memory is not None:
-            problem = f"counts the memory of one device, and {field} = {self.ranks}"
-            raise ConfigError("memory", self.memory, problem, "limit keys and values with cache_memory=")
 
     @property
     def ranks(self) -> int:

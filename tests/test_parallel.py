@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from transformers import AutoModelForCausalLM
 
-from faircopy import LLM, SamplingParams, build
+from faircopy import LLM, SamplingParams, build, bundled
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
 from faircopy.errors import ConfigError, FaircopyError, RankError, UnsupportedModel
@@ -37,6 +38,9 @@ from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import kv_bytes_per_token
 from faircopy.model.base import Model
 from faircopy.model.loader import CheckpointTensors, load_model, load_stage
+from faircopy.model.shape import shape_of_checkpoint
+from faircopy.model.shape_share import WHOLE, Split
+from faircopy.model.transformers_backend import TransformersModel
 from faircopy.parallel import launch
 from faircopy.parallel.group import Group
 from faircopy.parallel.interrupts import uninterrupted
@@ -44,6 +48,8 @@ from faircopy.parallel.launch import start_ranks
 from faircopy.parallel.messages import from_bytes, to_bytes
 from faircopy.parallel.model import ParallelModel, Pipeline, SharedModel
 from faircopy.parallel.shards import Load
+from faircopy.planning.limit import fit_into_memory
+from faircopy.planning.memory import weight_bytes
 from faircopy.testing import Plain, ScriptedDrafter, cacheless
 from faircopy.types import Request, Sequence
 from tests.helpers import CPU, HEADS, engine_of, head_for, mixed, random_prompts, run, scripted
@@ -359,7 +365,6 @@ def test_what_ranks_cannot_share_is_refused(folder: Callable[..., str], checkpoi
         (ConfigError, "pipeline_parallel = 2", lambda: EngineConfig(pipeline_parallel=2, tensor_parallel=2)),
         (ConfigError, "pipeline_parallel = 2", lambda: EngineConfig(pipeline_parallel=2, k_groups=True)),
         (ConfigError, "strategy", lambda: EngineConfig(tensor_parallel=2, strategy="padded")),
-        (ConfigError, "cache_memory=", lambda: EngineConfig(tensor_parallel=2, memory="1GiB")),
         (ConfigError, "attention output have 1 groups", lambda: shared(checkpoint("llama"), 2)),
         (ConfigError, "use 4", lambda: shared(folder("moe"), 8)),
         (ConfigError, "has 2 layers; use 2 or fewer", lambda: load_stage(folder("dense"), None, CPU, True, 0, 4)),
@@ -558,3 +563,55 @@ def test_any_tensor_can_be_sent() -> None:
     ):
         arrived = from_bytes(to_bytes(sent), torch.device("cpu"))
         assert torch.equal(arrived, sent) and arrived.dtype == sent.dtype
+
+
+class FirstOfTwo:
+    """Rank 0 of two, the other of which says the same."""
+
+    rank, size = 0, 2
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_a_configuration_tells_what_the_first_of_two_devices_holds(kind: str, tmp_path: Path) -> None:
+    more: dict[str, dict[str, Any]] = {
+        "llama": DENSE,
+        "qwen3": {"tie_word_embeddings": True},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    }
+    config = make_config(kind, more[kind], {**WIDTHS, "vocab_size": 1000})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    path = str(tmp_path)
+    known, half, stage = (
+        shape_of_checkpoint(path, torch.float32, CPU, split) for split in (WHOLE, Split(tensor=2), Split(stages=2))
+    )
+    shared, first = (
+        load_model(path, torch.float32, CPU, True, ranks=FirstOfTwo()),
+        load_stage(path, torch.float32, CPU, True, 0, 2),
+    )
+    for share, loaded in ((half, shared), (stage, first)):
+        if isinstance(loaded, TransformersModel):
+            loaded.release_weights()
+        kept = [(layer.kv_heads, layer.head_dim) for layer in loaded.layers]
+        assert [(layer.kv_heads, layer.head_dim) for layer in share.layers] == kept
+        assert weight_bytes(share, CPU) == pytest.approx(loaded.weight_bytes, rel=0.15)
+        assert 0.4 < share.parameters / known.parameters < 0.75 and share.read <= share.parameters
+    assert half.heads == known.heads // 2 and stage.heads == known.heads
+
+
+def test_a_limit_of_memory_is_one_of_each_device(tmp_path: Path) -> None:
+    """Two devices with half of the weights and keys each hold more pages in as much memory; what fits on neither is
+    refused by name."""
+    folder = str(bundled.target())
+    pages = {}
+    for name in ("", "tensor_parallel", "pipeline_parallel"):
+        ranks = {name: 2} if name else {}
+        config = EngineConfig(memory="80MiB", dtype="float32", device="cpu", max_batch=8, planned_tokens=64, **ranks)
+        _, fitted, plan = fit_into_memory(folder, None, config)
+        pages[name] = plan_pages = int(fitted.cache_memory) // sum(plan.setup.page_bytes())  # type: ignore[arg-type]
+        assert plan.chosen.bytes <= 80 << 20 and plan_pages >= 16
+        with pytest.raises(ConfigError, match="more devices" if ranks else "several devices"):
+            fit_into_memory(folder, None, replace(config, memory="20MiB"))
+    assert min(pages["tensor_parallel"], pages["pipeline_parallel"]) > 1.1 * pages[""]

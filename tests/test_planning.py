@@ -46,6 +46,7 @@ from faircopy.model.base import FINAL, ModelShape, Taps
 from faircopy.model.loader import load_model
 from faircopy.model.pass_bytes import activation_bytes
 from faircopy.model.shape import shape_of_checkpoint, shape_of_config, shape_of_model
+from faircopy.model.shape_share import WHOLE, Split
 from faircopy.model.transformers_backend import TransformersModel
 from faircopy.planner import AutoLength
 from faircopy.planning.devices import DEVICES, named_device
@@ -82,6 +83,7 @@ from tests.test_cli import run as run_command
 from tests.test_heads import head_for
 from tests.zoo import REFUSED, ZOO
 
+SPLITS = {"whole": WHOLE, "tensor": Split(tensor=2), "stages": Split(stages=2)}
 H200 = DEVICES["h200"]
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -628,3 +630,23 @@ def test_the_controller_stands_beside_the_law(tmp_path: Path) -> None:
     )
     assert (tmp_path / "law.png").stat().st_size > 1000
     assert [batch for batch, _ in json.loads((tmp_path / "law").read_text())["settings"]["auto"]] == [1, 64]
+
+
+def test_a_plan_for_several_devices_is_that_of_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the target and its keys is less than the whole; a number of devices that cannot share it is refused."""
+    wish = Wish(target=str(bundled.target()), drafts=["ngram"], k=4, batch=4, turns=1, turn_tokens=64, gpu="l4")
+    plans = {name: plan_for(replace(wish, split=split)) for name, split in SPLITS.items()}
+    whole = {item.name: item.bytes for item in plans["whole"].items}
+    for name in ("tensor", "stages"):
+        mine = {item.name: item.bytes for item in plans[name].items}
+        assert 0.4 < mine["weights"] / whole["weights"] < 0.8 and mine["keys and values"] < whole["keys and values"]
+        assert "graphs" in whole and "graphs" not in mine  # steps on several devices are not captured
+        assert plans[name].lower_bound < plans["whole"].lower_bound
+    status, out, err = run_command(capsys, monkeypatch, "plan", "--gpu", "l4", "--tensor-parallel", "2", "--json")
+    assert status == 0 and json.loads(out)["devices"] == 2, err
+    status, _, err = run_command(capsys, monkeypatch, "plan", "--gpu", "l4", "--tensor-parallel", "3")
+    assert status == 2 and "--tensor-parallel = 3" in err
+    status, out, _ = run_command(capsys, monkeypatch, "plan", "--gpu", "l4", "--pipeline-parallel", "2")
+    assert status == 0 and "the first of 2 devices" in out

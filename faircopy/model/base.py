@@ -61,6 +61,20 @@ class ModelShape:
     tied: bool  # the output layer shares the embedding
     qk_norm: bool = False
     experts: int = 0  # numbers of all experts; a CPU keeps them packed and as they were read
+    idle: float = 0.0  # share of the experts that a token is not sent to
+    # Of a device's share, see model/shape_share.py:
+    head_rows: int | None = None  # tokens whose rows of the output layer it holds; None: all
+    ranks: int = 1  # devices that share each layer
+    stages: int = 1  # devices that have some of the layers each
+
+    @property
+    def whole(self) -> bool:
+        return self.ranks == self.stages == 1
+
+    @property
+    def spoken(self) -> int:
+        """Tokens whose rows of the output layer are here."""
+        return self.vocab if self.head_rows is None else self.head_rows
 
     @property
     def qkv(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from faircopy.kernels.groups import GROUPS, group_count
+from faircopy.kernels.groups import GROUPS, group_count, shared_groups
 from faircopy.model.base import ModelShape
 
 FEW = 64  # rows up to which the fused decoder's products leave their groups of K to the reader
@@ -20,8 +20,10 @@ SPAN = 512  # keys of a partial result (kernels/gpu/pages.py)
 def activation_bytes(shape: ModelShape, rows: int, device: torch.device) -> int:
     """Peak bytes of the layers of one pass over this many rows, before its logits."""
     if shape.backend == "transformers":
-        return rows * shape.dtype.itemsize * _stock_numbers(shape)
-    return _fused(shape, rows) if device.type == "cuda" else rows * _eager(shape)
+        own = rows * shape.dtype.itemsize * _stock_numbers(shape)
+    else:
+        own = _fused(shape, rows) if device.type == "cuda" else rows * _eager(shape)
+    return max(own, rows * _exchange(shape, device)) if shape.ranks > 1 else own
 
 
 def head_layer_bytes(target: ModelShape, inputs: int, rows: int) -> int:
@@ -30,8 +32,22 @@ def head_layer_bytes(target: ModelShape, inputs: int, rows: int) -> int:
 
 
 def logits_bytes(shape: ModelShape, rows: int) -> int:
-    """The logits of this many rows, and the states they are made from."""
-    return rows * (shape.vocab + 2 * shape.hidden) * shape.dtype.itemsize
+    """The logits of this many rows, and the states they are made from.
+
+    Of several ranks: this one's, all ranks' as they were gathered, and in one (model/shares.py); of a pipeline: the
+    last one's message as it arrives, as bytes and as a tensor (parallel/group.py).
+    """
+    copies = 1.0 if shape.whole else 3.0 if shape.stages > 1 else 2.0 + 1.0 / shape.ranks
+    return int(rows * (copies * shape.vocab + 2 * shape.hidden) * shape.dtype.itemsize)
+
+
+def _exchange(shape: ModelShape, device: torch.device) -> int:
+    """kernels/linear.py, RowParallel, per row: float32 sums of all groups of this rank, apart and stacked; or its own,
+    those of all ranks, and what their tree adds up to."""
+    inner = (shape.heads * shape.head_dim, shape.intermediate)
+    groups = max(shared_groups(shape.hidden, shape.ranks * n, device.type) // shape.ranks for n in inner)
+    apart = 2 * groups if device.type == "cpu" else groups
+    return 2 * shape.hidden * shape.dtype.itemsize + 4 * shape.hidden * max(apart, shape.ranks + 2)
 
 
 def partial_attention_bytes(shape: ModelShape, seqs: int, rows: int, context: int) -> int:

@@ -17,21 +17,32 @@ from faircopy.model.loader import (
     native_dtype,
     stock_skeleton,
 )
+from faircopy.model.shape_share import WHOLE, Split, first_share
 from faircopy.model.transformers_backend import TransformersModel, context_length
 from faircopy.model.weights import head_size
 
 
-def shape_of_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device) -> ModelShape:
-    """From the config.json of a folder or a hub id; dtype None: as `load_model` chooses it on this device."""
+def shape_of_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device, split: Split = WHOLE) -> ModelShape:
+    """From the config.json of a folder or a hub id; dtype None: as `load_model` chooses it on this device.
+
+    split: the part of it that rank 0 holds, if several devices share it.
+    """
     folder = Path(path).expanduser()
     config = load_config(folder if folder.exists() else path)
     check_servable(path, config)
-    return shape_of_config(config, dtype or native_dtype(checkpoint_dtype(config), device), path)
+    kind = dtype or native_dtype(
+        checkpoint_dtype(config), device
+    )  # before a skeleton is made, which changes the config
+    skeleton = stock_skeleton(config)
+    return first_share(_shape(config, skeleton, kind, path), config, skeleton, split, device)
 
 
 def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelShape:
     """From a transformers configuration."""
-    skeleton = stock_skeleton(config)
+    return _shape(config, stock_skeleton(config), dtype, name)
+
+
+def _shape(config: Any, skeleton: Any, dtype: torch.dtype, name: str) -> ModelShape:
     parameters = sum(p.numel() for p in skeleton.parameters())
     embedding = skeleton.get_input_embeddings().weight.numel()
     experts = sum(p.numel() for name, p in skeleton.named_parameters() if ".experts." in name)
@@ -43,6 +54,7 @@ def shape_of_config(config: Any, dtype: torch.dtype, name: str = "") -> ModelSha
         dtype=dtype,
         parameters=parameters,
         read=parameters - (0 if tied else embedding) - int(experts * _idle_share(config)),
+        idle=_idle_share(config),
         vocab=config.vocab_size,
         context=context_length(config),
         hidden=config.hidden_size,

@@ -12,6 +12,7 @@ from faircopy.config import EngineConfig, parse_bytes
 from faircopy.errors import RequestError
 from faircopy.model.base import Model, ModelShape
 from faircopy.model.shape import shape_of_checkpoint, shape_of_model
+from faircopy.model.shape_share import Split
 from faircopy.planning.devices import named_device
 from faircopy.planning.drafts import shape_of_draft
 from faircopy.planning.ladder import NONE, Speed
@@ -34,7 +35,8 @@ def fit_into_memory(target: str | Model, draft: Any, config: EngineConfig) -> tu
     drafter = shape_of_draft(draft, shape.dtype, device)
     machine = named_device("cpu" if device.type == "cpu" else None)
     setup, asked = _setup(shape, config), config.memory
-    known = Measured.of(shape.name, [drafter], shape.dtype, device, config.max_batch * (config.k + 1))
+    here = device if shape.whole else None  # passes were timed of whole models
+    known = Measured.of(shape.name, [drafter], shape.dtype, here, config.max_batch * (config.k + 1))
     timed, source = known.knows(drafter), known.source(drafter)
     speed = known.alone_and_full if timed else partial(_tokens_per_pass, known)
     plan = make_plan(setup, [drafter], config.k, budget, machine, speed, asked, timed, source)
@@ -60,7 +62,8 @@ def check_limited(params: SamplingParams) -> None:
 
 def _shape(target: str | Model, config: EngineConfig, device: torch.device) -> ModelShape:
     if isinstance(target, str):
-        return shape_of_checkpoint(target, config.torch_dtype(), device)
+        split = Split(config.tensor_parallel, config.pipeline_parallel)
+        return shape_of_checkpoint(target, config.torch_dtype(), device, split)
     return shape_of_model(target)
 
 

@@ -24,6 +24,8 @@ from faircopy.verify.rejection import drawing_bytes
 GRAPH_ROWS = (16, 32, 64, 96, 128, 144, 160, 192, 256, 320, 384, 512, 768, 1024)
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
+GATHERING = 4  # passes' worth of freed blocks where ranks share layers on a CPU, as measured by benchmarks/memory.py
+KEPT = 4  # messages per rank that are kept after they were sent (parallel/group.py)
 MARGIN = 0.1  # of a limit: measured peaks were up to 8 % above the predicted ones (docs/planner.md)
 TRIAL_ROWS = 700  # rows of the largest pass of the test at load
 
@@ -67,7 +69,7 @@ class Setup:
 
     @property
     def captured(self) -> bool:
-        return self.graphs and self.device.type == "cuda" and self.draft.kind != "own"
+        return self.graphs and self.device.type == "cuda" and self.draft.kind != "own" and self.target.whole
 
     def page_bytes(self) -> tuple[int, int]:
         """Of one page: the target's keys and values, and the draft's."""
@@ -126,7 +128,7 @@ def _packing_bytes(shape: ModelShape) -> int:
     hidden, inner, size = shape.hidden, shape.heads * shape.head_dim, shape.dtype.itemsize
     of_layer = ((shape.qkv, hidden), (hidden, inner), (2 * shape.intermediate, hidden), (hidden, shape.intermediate))
     layers = sum(packed_bytes(*weight, size) - weight[0] * weight[1] * size for weight in of_layer)
-    return len(shape.layers) * layers + packed_bytes(shape.vocab, hidden, size) - shape.vocab * hidden * size
+    return len(shape.layers) * layers + packed_bytes(shape.spoken, hidden, size) - shape.spoken * hidden * size
 
 
 def _weights(setup: Setup) -> list[Item]:
@@ -148,6 +150,8 @@ def _shared_copies(target: ModelShape, draft_vocab: int, device: torch.device) -
     numbers = target.vocab * target.hidden * target.dtype.itemsize
     if device.type == "cpu":
         return packed_bytes(draft_vocab, target.hidden, target.dtype.itemsize) + numbers
+    if not target.whole:  # the device has a part of either, and reads both again
+        return numbers * (1 if target.tied else 2)
     return 0 if target.tied else numbers
 
 
@@ -172,8 +176,25 @@ def _working(setup: Setup) -> list[Item]:
         Item("activations", layers, f"the largest pass, {rows} rows"),
         Item("logits and sampling", max(0, choosing - layers - gaps), f"{setup.rows} rows, beyond what passes leave"),
         Item("hidden states", states, "kept until the head has read them"),
-        Item("allocator", layers + gaps if gaps else 0, "freed blocks that the C library keeps"),
+        Item("allocator", _kept_blocks(setup, layers), "freed blocks that the C library keeps"),
+        Item("messages", _messages(setup, rows), "hidden states on their way to the next stage"),
     ]
+
+
+def _kept_blocks(setup: Setup, layers: int) -> int:
+    """On a CPU: as much as a pass; three times more where ranks gather in every layer, as measured."""
+    if setup.device.type != "cpu":
+        return 0
+    return (1 if setup.target.ranks == 1 else GATHERING) * layers + HEAP
+
+
+def _messages(setup: Setup, rows: int) -> int:
+    """On a CPU: what a pipeline's first rank has sent and keeps, the largest of them as bytes and in parts."""
+    target = setup.target
+    if target.stages == 1 or setup.device.type != "cpu":
+        return 0
+    kept = KEPT * target.stages * -(-setup.batch // target.stages) * (setup.nodes + 1)
+    return (4 * rows + kept) * target.hidden * target.dtype.itemsize
 
 
 def _pass(shape: ModelShape, setup: Setup, rows: int) -> int:
@@ -238,8 +259,9 @@ def _loading(setup: Setup) -> int:
     our decoder the output layer), or the largest pass of the test with its small cache."""
     target, device = setup.target, setup.device
     stock = target.backend == "transformers"
-    unpacked = target.parameters if stock else target.vocab * target.hidden
+    unpacked = target.parameters if stock else target.spoken * target.hidden
     unpacked *= target.dtype.itemsize if device.type == "cpu" else 0
-    trial = activation_bytes(target, TRIAL_ROWS, device)
-    trial += (TRIAL_ROWS + 200) * kv_bytes(target.layers, target.dtype, device)
+    layers = activation_bytes(target, TRIAL_ROWS, device)
+    trial = layers + (TRIAL_ROWS + 200) * kv_bytes(target.layers, target.dtype, device)
+    trial += _kept_blocks(setup, layers) if target.ranks > 1 else 0
     return unpacked + trial if stock else max(unpacked, trial)

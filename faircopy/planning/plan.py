@@ -77,7 +77,8 @@ def make_plan(
             "memory",
             budget if asked is None else asked,
             f"below the {_mib(least)} that {base.target.name} needs for {_dialogue(base)}, without a drafter",
-            f"pass at least {_mib(least)}, or plan fewer sequences or tokens",
+            f"pass at least {_mib(least)}, or plan fewer sequences or tokens"
+            + (", or several devices" if base.target.whole else ", or more devices"),
         )
     tried = climb(base, drafts, nodes, budget, speed)
     plain = Candidate(NONE, base, total(memory_items(base)), 0, speed(base))
@@ -114,7 +115,9 @@ def estimate(setup: Setup, device: Device, acceptance: float | None = None, acce
     """
     more = setup.draft.accepted(setup.nodes, setup.levels, acceptance) if accepted is None else accepted
     per_step = 1.0 + more
-    seconds = roofline(setup, device).seconds(setup.batch, setup.rows) + _draft_seconds(setup, device)
+    stages = setup.target.stages  # each has a part of the sequences under way
+    seqs, rows = -(-setup.batch // stages), -(-setup.rows // stages)
+    seconds = stages * roofline(setup, device).seconds(seqs, rows) + _draft_seconds(setup, device)
     return Speed(per_step, setup.batch * per_step / seconds)
 
 

@@ -17,6 +17,7 @@ from faircopy.costs import CostTable, Curve
 from faircopy.measured_costs import kept_costs, kept_drafts
 from faircopy.model.anatomy import is_head
 from faircopy.model.shape import shape_of_checkpoint
+from faircopy.model.shape_share import WHOLE, Split
 from faircopy.planning.devices import Device, named_device
 from faircopy.planning.drafts import NO_DRAFT, DraftShape, check_head, shape_of_draft
 from faircopy.planning.ladder import Candidate, Speed
@@ -44,13 +45,20 @@ class Wish:
     gpu: str | None = None
     dtype: str = "auto"
     acceptance: float | None = None
+    split: Split = WHOLE
+
+
+def split_of(tensor_parallel: int, pipeline_parallel: int) -> Split:
+    """How many devices share the target, refused as the engine would."""
+    EngineConfig(device="cpu", tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
+    return Split(tensor_parallel, pipeline_parallel)
 
 
 def plan_for(wish: Wish) -> Plan:
     """The plan for a wish; an impossible budget is refused with the smallest that works."""
     device = named_device(wish.gpu)
     place, kind = device.torch_device, EngineConfig(device="cpu", dtype=wish.dtype).torch_dtype()
-    shape = shape_of_checkpoint(wish.target, kind, place)
+    shape = shape_of_checkpoint(wish.target, kind, place, wish.split)
     for draft in wish.drafts:
         check_head(draft, shape)
     drafts = [shape_of_draft(draft, shape.dtype, place) for draft in wish.drafts]
@@ -65,7 +73,7 @@ def plan_for(wish: Wish) -> Plan:
         chunk=EngineConfig(device="cpu").chunk_on(place),
         margin=MARGIN,
     )
-    here = place if wish.gpu is None else None
+    here = place if wish.gpu is None and wish.split == WHOLE else None
     known = Measured.of(wish.target, drafts, shape.dtype, here, wish.batch * (wish.k + 1))
     source = known.source(drafts[0], wish.acceptance) if drafts else ""
     speed, budget = _speed(known, drafts, device, wish.acceptance), _budget(wish, device)
@@ -105,6 +113,7 @@ def as_json(plan: Plan, wish: Wish) -> str:
     setup, law = plan.setup, plan.law
     content = {
         "device": plan.device.name,
+        "devices": wish.split.devices,
         "budget": plan.budget,
         "lower_bound": plan.lower_bound,
         "total": plan.chosen.bytes,
@@ -140,7 +149,10 @@ def _budget(wish: Wish, device: Device) -> int:
 
 
 def _items(plan: Plan) -> Table:
-    table = Table(title=f"{_short(plan.setup.target.name)} on {plan.device.name}, MiB", title_justify="left")
+    target = plan.setup.target
+    devices = counted(target.ranks * target.stages, "device")
+    where = plan.device.name if target.whole else f"the first of {devices} ({plan.device.name}), which holds most"
+    table = Table(title=f"{_short(target.name)} on {where}, MiB", title_justify="left")
     for name, side in (("what", "left"), ("MiB", "right"), ("of", "left")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for item in plan.items:
