@@ -99,10 +99,6 @@ class CostTable:
         rows = self.target(batch + drafted * k) - self.target(batch)
         return max(0.0, rows + self._drafting(drafted, k))
 
-    def prices_drafts(self, batch: int, k: int) -> bool:
-        """Whether it knows what drafting takes beside the target's rows."""
-        return bool(self.draft.points or self.drafts) or self.captured(batch, k)
-
     def _drafting(self, batch: int, k: int) -> float:
         """Seconds in which drafts of k tokens are made for each of a batch."""
         if k and self.draft.points:
@@ -346,10 +342,11 @@ class StepCosts:
         return self.level * self._factor(bucket(batch), 0) / host
 
     def _by_another_length(self, batch: int, k: int, rows: int | None, plain: float) -> float | None:
-        """A drafted step of a length that was not measured, by the nearest one that was: a table that is wrong in what
-        drafts of one length add to a plain step is as many times wrong for others. None: nothing can be said.
+        """A drafted step of a length that was not measured, by the nearest one that was. None: nothing can be said.
 
-        If the table does not know what drafting takes, what is missing is taken to be as much for any length.
+        What eager steps take beyond the table is the host's work around drafts, or a drafter that the table does not
+        know: taken to be as much for any length. Else a table that is wrong in what drafts of one length add to a plain
+        step is as many times wrong for others.
         """
         size, base = bucket(batch), self._step(batch, 0, None)
         near = self._nearest_told(size, k)
@@ -358,7 +355,7 @@ class StepCosts:
         says, adds = self._step(batch, near, None) - base, max(0.0, self._step(batch, k, rows) - base)
         takes = max(0.0, self._step(batch, near, None) * self._factor(size, near) - plain)
         missing = takes - says * self.scale(batch) / self.level
-        if self.measured and missing > 0.0 and not self.table.prices_drafts(batch, k):
+        if self.measured and missing > 0.0 and not self.table.captured(batch, k):
             return plain + adds * self.scale(batch) / self.level + missing
         if says < NOTICED * base or (self.measured and takes < LOWEST * says):
             return None  # if much less than it says, more likely plain steps were measured in a slow moment
