@@ -18,7 +18,8 @@ IDLE_FADE = 0.02  # the same with every step in which others have drafts and it 
 PRIOR = 0.7  # acceptance of a position before anything is known, worth PRIOR_DRAFTS observations
 PRIOR_DRAFTS = 2.0
 BINS = 10  # of confidence
-KNOWN_DRAFTS = 20.0  # drafts that rates of earlier runs are worth: the texts may be others now
+KNOWN_DRAFTS = 20.0  # drafts that rates of earlier runs are worth: the texts may be others now;
+KNOWN_TREES = 5.0  # of trees fewer, so that sizes that seemed worse are seen again
 HOPE = 3.0  # a tree that was seen this often may accept twice as many tokens as it did
 UNSEEN = 1.5  # a tree, where none was seen, may accept this many times what chains tell
 
@@ -31,9 +32,9 @@ class Rate:
     tries: float = PRIOR_DRAFTS
 
     @classmethod
-    def known(cls, value: float) -> Rate:
-        """What earlier runs have found."""
-        return cls(value * KNOWN_DRAFTS, KNOWN_DRAFTS)
+    def known(cls, value: float, drafts: float = KNOWN_DRAFTS) -> Rate:
+        """What earlier runs have found, worth this many drafts."""
+        return cls(value * drafts, drafts)
 
     def add(self, hit: float) -> None:
         self.hits, self.tries = self.hits * FADE + hit, self.tries * FADE + 1.0
@@ -153,7 +154,7 @@ class TreeGains:
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         """known: what earlier runs have found."""
-        self._known = {nodes: Rate.known(gain) for nodes, gain in (known or {}).items()}
+        self._known = {nodes: Rate.known(gain, KNOWN_TREES) for nodes, gain in (known or {}).items()}
 
     @property
     def found(self) -> tuple[tuple[int, float], ...]:

@@ -248,9 +248,9 @@ def _history_keeper(
     target: Model, draft: Model | Head | None, drafter: Drafter, config: EngineConfig
 ) -> HistoryKeeper | None:
     """For k="auto", if the drafter is one that other processes know, too."""
-    if not (config.auto and config.acceptance_history):
+    if not (config.auto and config.acceptance_history) or config.verifier != "exact":
         return None
-    if isinstance(drafter, NgramDrafter):
+    if type(drafter) is NgramDrafter:
         return HistoryKeeper(target.name, "ngram")
     if draft is None or (isinstance(draft, Head) and not is_head(draft.name)):
         return None

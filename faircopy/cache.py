@@ -22,12 +22,13 @@ _ISA = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")  # they
 class KeptTable:
     """Values by text key in one file of the cache folder. Lost or unreadable files cost time, never results."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, changes: bool = False) -> None:
+        """changes: values of a key may change, by other processes too, so that none is held here."""
+        self._name, self._changes = name, changes
         self._known: dict[str, Any] | None = None
 
     def get(self, key: str) -> Any | None:
-        if self._known is None:
+        if self._known is None or self._changes:
             self._known = self._read()
         return self._known.get(key)
 
@@ -36,7 +37,8 @@ class KeptTable:
 
     def put(self, key: str, value: Any) -> None:
         """Keep a value, beside what other processes have kept meanwhile."""
-        self._known = {**self._read(), **(self._known or {}), key: value}
+        held = {} if self._changes else self._known or {}
+        self._known = {**self._read(), **held, key: value}
         file = self._file()
         if file is None:
             return

@@ -327,9 +327,7 @@ class StepCosts:
         plain = self._step(batch, 0, None) * self._factor(size, 0)
         if not k:
             return level * plain, level * plain
-        drafted = None if self._told(size, k) else self._by_another_length(batch, k, rows, plain)
-        if drafted is None and self._nearest(size, k, drafted=True) is None:
-            drafted = plain + (self._step(batch, k, rows) - self._step(batch, 0, None)) * self.scale(batch) / level
+        drafted = None if self._told(size, k) else self._by_another(batch, k, rows, plain)
         if drafted is None:
             drafted = self._step(batch, k, rows) * self._factor(size, k)
         return level * plain, level * max(plain, drafted)
@@ -337,26 +335,32 @@ class StepCosts:
     def scale(self, batch: int) -> float:
         """What the table's seconds take now. What plain steps took beyond them from the beginning is the host's work
         around a pass, and is no more for more rows."""
-        plain = self._cells.get((bucket(batch), 0))
-        host = plain.host if plain is not None and plain.host and self.measured else 1.0
-        return self.level * self._factor(bucket(batch), 0) / host
+        kind = self._nearest(bucket(batch), 0, drafted=False)
+        if kind is None:
+            return self.level
+        cell = self._cells[kind]
+        whole = self.level * cell.confirmed
+        return whole / (min(cell.host, max(1.0, whole)) if cell.host and self.measured else 1.0)
 
-    def _by_another_length(self, batch: int, k: int, rows: int | None, plain: float) -> float | None:
-        """A drafted step of a length that was not measured, by the nearest one that was. None: nothing can be said.
+    def _by_another(self, batch: int, k: int, rows: int | None, plain: float) -> float | None:
+        """A drafted step of a length that was not measured, by the nearest one that was in batches of this size, or by
+        the table if none was in any. None: nothing can be said.
 
         What eager steps take beyond the table is the host's work around drafts, or a drafter that the table does not
         know: taken to be as much for any length. Else a table that is wrong in what drafts of one length add to a plain
         step is as many times wrong for others.
         """
-        size, base = bucket(batch), self._step(batch, 0, None)
-        near = self._nearest_told(size, k)
+        base = self._step(batch, 0, None)
+        adds, scale = max(0.0, self._step(batch, k, rows) - base), self.scale(batch) / self.level
+        eager = self.measured and not self.table.captured(batch, k)
+        near = self._nearest_told(bucket(batch), k)
         if near is None:
-            return None
-        says, adds = self._step(batch, near, None) - base, max(0.0, self._step(batch, k, rows) - base)
-        takes = max(0.0, self._step(batch, near, None) * self._factor(size, near) - plain)
-        missing = takes - says * self.scale(batch) / self.level
-        if self.measured and missing > 0.0 and not self.table.captured(batch, k):
-            return plain + adds * self.scale(batch) / self.level + missing
+            unseen = self._nearest(bucket(batch), k, drafted=True) is None
+            return plain + adds * scale if eager and unseen else None
+        says = self._step(batch, near, None) - base
+        takes = max(0.0, self._step(batch, near, None) * self._factor(bucket(batch), near) - plain)
+        if eager and takes > says * scale:
+            return plain + adds * scale + takes - says * scale
         if says < NOTICED * base or (self.measured and takes < LOWEST * says):
             return None  # if much less than it says, more likely plain steps were measured in a slow moment
         return plain + takes / says * adds

@@ -59,7 +59,7 @@ class DraftLengths(ABC):
 
     @property
     def history(self) -> History | None:
-        """What was learned of the drafter's drafts, to be kept for plans; None: nothing."""
+        """What was learned of the drafter's drafts, to be kept for plans and later runs; None: nothing."""
         return None
 
     def room(self, k: int, batch: int) -> int:

@@ -12,8 +12,9 @@ from faircopy.cache import KeptTable, cache_folder
 from faircopy.errors import CheckpointError
 from faircopy.model.anatomy import identity
 
-ENOUGH = 100  # drafts from which on a history is kept
-_KEPT = KeptTable("acceptance")
+KEPT_FROM = 20  # drafts of an engine from which on they are kept,
+ENOUGH = 100  # and of all engines from which on plans believe them
+_KEPT = KeptTable("acceptance", changes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +52,33 @@ class HistoryKeeper:
 
     def __init__(self, target: str, drafter: str) -> None:
         self._key = _key(target, drafter)
-        self._least = ENOUGH  # drafts of a history that is kept
-
-    @property
-    def known(self) -> History | None:
-        """What was kept last, by whatever process."""
-        return None if self._key is None else _history(_KEPT.get(self._key))
+        self.known = None if self._key is None else _history(_KEPT.get(self._key))  # of earlier engines
+        self._least = KEPT_FROM  # drafts of this one
 
     def see(self, history: History | None) -> None:
-        if self._key is not None and history is not None and history.drafts >= self._least:
-            self._least = 2 * history.drafts
+        """history: of earlier engines and this one."""
+        if self._key is None or history is None:
+            return
+        own = history.drafts - (0 if self.known is None else self.known.drafts)
+        if own >= self._least:
+            self._least = 2 * own
             _KEPT.put(self._key, asdict(history))
 
 
 def known_history(target: str, drafter: str) -> History | None:
-    """What drafts of this drafter gave before, if that was kept."""
-    return HistoryKeeper(target, drafter).known
+    """What drafts of this drafter gave before, if enough of them were kept."""
+    known = HistoryKeeper(target, drafter).known
+    return known if known is not None and known.drafts >= ENOUGH else None
 
 
 def _history(kept: Any) -> History | None:
     """As it was kept; None: there is none, or the file was damaged."""
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = tuple(min(1.0, max(0.0, float(rate))) for rate in kept["rates"])
-        trees = tuple((max(1, int(nodes)), max(0.0, float(gain))) for nodes, gain in kept["trees"])
+        sizes = [(max(1, int(nodes)), float(gain)) for nodes, gain in kept["trees"]]
+        trees = tuple((nodes, min(float(nodes), max(0.0, gain))) for nodes, gain in sizes)
         found = min(1.0, max(0.0, float(kept.get("found", 1.0))))
-        return History(int(kept["drafts"]), rates, trees, max(0, int(kept.get("chains", 0))), found)
+        return History(max(1, int(kept["drafts"])), rates, trees, max(0, int(kept.get("chains", 0))), found)
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from faircopy.cache import KeptTable, device_kind, source_hash
 from faircopy.config import EngineConfig
@@ -43,37 +45,60 @@ def cost_table(
     return table
 
 
+class KeptDrafts(NamedTuple):
+    """What a head's drafts take, and with what that was measured."""
+
+    about: str  # type and device
+    levels: int  # tokens that it guesses ahead
+    most: int  # sequences of a batch
+    shared: bool  # whether batches share their nodes
+    drafts: dict[int, Curve]  # by nodes: seconds over sequences
+
+
 def _head_drafts(head: Head, drafter: HeadDrafter, config: EngineConfig, room: Room) -> dict[int, Curve]:
     """What a head's drafts take, measured unless it is known."""
     lengths = [k for k in LADDER if 0 < k <= config.k]
-    rooms = [room(k, SHARED_FROM) for k in lengths]
+    shared = any(room(k, SHARED_FROM) > k for k in lengths)
     checkpoint = known_identity(head.name) if is_head(head.name) else None
-    about = f"{str(head.dtype).removeprefix('torch.')}, {device_kind(head.device)}"
-    key = f"{checkpoint} {about} {rooms} up to {config.max_batch} {source_hash()}"
-    known = None if checkpoint is None else _curves(_KEPT_DRAFTS.get(key))
-    if known is None:
-        with doing(f"{head.name}: measuring what drafts cost"):
-            known = draft_curves(drafter, lengths, config.max_batch, room, head.context, HEAD_TRIAL)
-        if checkpoint is not None:
-            times = {k: curve.points for k, curve in known.items()}
-            _KEPT_DRAFTS.put(key, {"checkpoint": checkpoint, "about": about, "drafts": times})
-    return known
+    about = {"about": _kind(head.dtype, head.device), "levels": head.levels, "most": config.max_batch, "shared": shared}
+    key = f"{checkpoint} {about} {lengths} {source_hash()}"
+    known = None if checkpoint is None else _kept_drafts(_KEPT_DRAFTS.get(key))
+    if known is not None:
+        return known.drafts
+    with doing(f"{head.name}: measuring what drafts cost"):
+        drafts = draft_curves(drafter, lengths, config.max_batch, room, head.context, HEAD_TRIAL)
+    if checkpoint is not None:
+        times = {k: curve.points for k, curve in drafts.items()}
+        _KEPT_DRAFTS.put(key, {"checkpoint": checkpoint, "source": source_hash(), **about, "drafts": times})
+    return drafts
 
 
-def kept_drafts(name: str) -> list[tuple[str, dict[int, Curve]]]:
-    """What a head's drafts take, each with the type and device that they were measured with."""
+def kept_drafts(name: str) -> list[KeptDrafts]:
+    """What a head's drafts take with the present code, as often as it was measured."""
     checkpoint = known_identity(name)
     dicts = [kept for kept in _KEPT_DRAFTS.values() if isinstance(kept, dict) and checkpoint is not None]
-    found = [(str(kept.get("about")), _curves(kept)) for kept in dicts if kept.get("checkpoint") == checkpoint]
-    return [(about, curves) for about, curves in found if curves is not None]
+    mine = [kept for kept in dicts if (kept.get("checkpoint"), kept.get("source")) == (checkpoint, source_hash())]
+    return [found for found in map(_kept_drafts, mine) if found is not None]
 
 
-def _curves(kept: Any) -> dict[int, Curve] | None:
+def drafts_for(name: str, levels: int, dtype: torch.dtype, device: torch.device) -> dict[int, Curve]:
+    """Those of the largest batches, of this type, device and number of levels; empty if none were measured."""
+    kind = _kind(dtype, device)
+    fitting = [kept for kept in kept_drafts(name) if (kept.about, kept.levels) == (kind, levels)]
+    return max(fitting, key=lambda kept: kept.most).drafts if fitting else {}
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}, {device_kind(device)}"
+
+
+def _kept_drafts(kept: Any) -> KeptDrafts | None:
     """As they were kept; None: there are none, or the file was damaged."""
     with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
         times = kept["drafts"].items()
         curves = {int(k): Curve(tuple((int(size), float(s)) for size, s in points)) for k, points in times}
-        return curves if curves and all(curve.valid for curve in curves.values()) else None
+        if curves and min(curves) > 0 and all(curve.valid for curve in curves.values()):
+            return KeptDrafts(str(kept["about"]), int(kept["levels"]), int(kept["most"]), bool(kept["shared"]), curves)
     return None
 
 

@@ -49,9 +49,9 @@ class Trial:
     seqs: frozenset[Sequence]
     length: int  # steps with drafts that it takes
     choices: int = 0
-    steps: int = 0  # that had drafts
-    drafts: int = 0  # of all sequences,
-    accepted: int = 0  # and their tokens that were accepted
+    steps: int = 0  # in which one of them had a draft
+    drafts: int = 0
+    accepted: int = 0  # draft tokens
 
     @property
     def over(self) -> bool:
@@ -60,7 +60,8 @@ class Trial:
         return hopeless or done
 
     def observe(self, step: FinishedStep) -> None:
-        found = [len(decision.nodes) for i, decision in enumerate(step.verdict.decisions) if step.draft.tokens[i]]
+        mine = [i for i, seq in enumerate(step.batch.seqs) if seq in self.seqs and step.draft.tokens[i]]
+        found = [len(step.verdict.decisions[i].nodes) for i in mine]
         self.steps += bool(found)
         self.drafts, self.accepted = self.drafts + len(found), self.accepted + sum(found)
 
@@ -74,7 +75,7 @@ def new_trial(seqs: list[Sequence], k: int, most: int) -> Trial:
     lasting = [seq for seq in seqs if len(seq.tokens) + TRIAL * (k + 1) < seq.limit]
     newcomers = [seq for seq in lasting if not seq.output][:most]
     shortest = sorted(lasting, key=lambda seq: len(seq.output))[: min(most, TRIED)]
-    chosen = frozenset((newcomers if len(seqs) > TRIED else []) or shortest or seqs)
+    chosen = frozenset((newcomers if len(seqs) > TRIED else []) or shortest or seqs[:most])
     return Trial(chosen, TRIAL if len(chosen) >= min(TRIED, len(seqs)) else LONGEST_TRIAL)
 
 
@@ -135,7 +136,7 @@ class AutoLength(DraftLengths):
         self._drafts = 0  # that were verified, by this engine
         self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
         self._checked: set[int] = set()  # sizes of batches for which it was decided whether to try what a table forbids
-        self._grows_trees = history is not None and bool(history.trees)
+        self._grows_trees = False
         self._confident = False  # the drafter says how sure it is, and stops by itself
         self._batch = 1  # sequences of the last choice, those with a k of their own included
 
@@ -157,6 +158,12 @@ class AutoLength(DraftLengths):
     def _informed(self) -> bool:
         """Whether something is known of acceptance, from drafts of this engine or of earlier ones."""
         return self._drafts > 0 or self._earlier is not None
+
+    @property
+    def _has_trees(self) -> bool:
+        """Whether long drafts are trees; before this engine has seen one, whether they were in earlier runs."""
+        earlier = self._earlier is not None and not self._drafts and bool(self._earlier.trees)
+        return self._grows_trees or earlier
 
     @property
     def _off(self) -> int:
@@ -181,7 +188,8 @@ class AutoLength(DraftLengths):
     def history(self) -> History | None:
         tried = [rate.value for rate in self.acceptance.positions if rate.tries > PRIOR_DRAFTS]
         found = min(1.0, self.acceptance.found.value)
-        return History(self._drafts, tuple(tried), self._trees.found, self._chains, found) if self._drafts else None
+        drafts = self._drafts + (0 if self._earlier is None else self._earlier.drafts)
+        return History(drafts, tuple(tried), self._trees.found, self._chains, found) if self._drafts else None
 
     def room(self, k: int, batch: int) -> int:
         return k and max(k, min(self._room(k, batch), self._max_k))
@@ -299,7 +307,7 @@ class AutoLength(DraftLengths):
         The longest draft of a batch decides how often the drafter runs, so few sequences go beyond the batch's k, and
         none where a pass of the drafter costs more than the one token that it can bring.
         """
-        if not k or not self._token_cost or self._grows_trees or self._quality == "off":
+        if not k or not self._token_cost or self._has_trees or self._quality == "off":
             return k
         reach = self._reach(seq, k)
         known = self._token_cost_alone < 1.0 and self.costs.known(self._batch, k)
@@ -388,11 +396,12 @@ class AutoLength(DraftLengths):
         """Whether it has been off for long; in a small batch sooner, if drafts were accepted: then few measured steps
         speak against it.
 
-        A drafter that was off has little to read of newcomers; after as long a time again that does not matter. At once
-        if nothing is known of its drafts yet, and good ones would pay.
+        A drafter that was off has little to read of newcomers; after as long a time again that does not matter. If this
+        engine has seen no drafts and good ones would pay, as soon as it is known what plain steps take, or a little
+        later if earlier runs speak against it: their texts may have been others.
         """
-        if not self._informed and not self._last_trial and self._may_pay:
-            return True
+        if not self._drafts and not self._last_trial and self._may_pay:
+            return not self.costs.doubted(self._batch) and (not self._informed or self._choices > SOON)
         wait = self._wait if self._batch <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
         return self._choices - self._last_trial > (wait if newcomers else 2 * wait)
@@ -416,7 +425,7 @@ class AutoLength(DraftLengths):
         batch = self._batch
         k = min(TRIAL_K if batch <= TRIED else 1, self._max_k)  # in a large batch the others' rows are paid for, too
         allowed = self.ledger.allowed(self.costs.of(batch, 0), 0 if self._drafts and batch > TRIED else START)
-        for most in (batch, TRIED) if self.costs.table.steps else (TRIED, TRIED // 2, TRIED // 4):
+        for most in self._trial_sizes(batch):
             trial = new_trial(seqs, k, most)
             if self._reading_for(trial, seqs) + trial.length * self._dearer(batch, k, len(trial.seqs)) < allowed:
                 self._wait = min(PROBE, 2 * self._wait)
@@ -424,6 +433,13 @@ class AutoLength(DraftLengths):
                 self._row_cost = self._token_cost = 0.0
                 self.reason = reason
                 return
+
+    def _trial_sizes(self, batch: int) -> tuple[int, ...]:
+        """How many sequences a trial may have, in the order of preference."""
+        if self.costs.table.steps:
+            return batch, TRIED
+        few = TRIED // 4
+        return (few,) if self._informed and not self._drafts else (TRIED, TRIED // 2, few)
 
     def _reading_for(self, trial: Trial, seqs: list[Sequence]) -> float:
         """Seconds in which the drafter reads for a trial: its texts, and a token of each in every pass that the
@@ -496,7 +512,7 @@ class AutoLength(DraftLengths):
 
     def _gain(self, survivals: list[list[float]], k: int) -> float:
         """Draft tokens of all sequences that are likely to be accepted."""
-        if self._grows_trees and k > self._chains:
+        if self._has_trees and k > self._chains:
             return len(survivals) * self._trees.of(k)
         chain = min(k, self._chains or k)
         gain = sum(sum(survival[:chain]) for survival in survivals)
@@ -505,7 +521,7 @@ class AutoLength(DraftLengths):
     def _update_marginal_costs(self, batch: int, k: int, rate: float) -> None:
         """What one of k rows costs, and one more draft token, in tokens that could have been written meanwhile."""
         table = self.costs.table
-        if not k or (table.steps and not self._grows_trees):  # the rows of a captured step are paid for
+        if not k or (table.steps and not self._has_trees):  # the rows of a captured step are paid for
             self._row_cost = self._token_cost = self._token_cost_alone = 0.0
             return
         rows = self._rows(batch, k)

@@ -93,3 +93,12 @@ def test_a_model_that_fails_is_tested_again(
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
             LLM(checkpoint("llama"), dtype="float32", cache_memory="8MiB")
+
+
+def test_values_that_change_are_those_of_the_last_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIRCOPY_CACHE", str(tmp_path))
+    one, other = KeptTable("t", changes=True), KeptTable("t", changes=True)
+    one.put("a", 1)
+    other.put("a", 2)
+    one.put("b", 3)
+    assert (one.get("a"), other.get("b")) == (2, 3)

@@ -27,7 +27,7 @@ from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
-from faircopy.planner import AutoLength
+from faircopy.planner import AutoLength, Trial
 from faircopy.planning.drafts import shape_of_draft
 from faircopy.planning.measured import Measured
 from faircopy.testing import TableModel
@@ -534,20 +534,20 @@ def times_plain(auto: AutoLength, rate: float, steps: int, batch: int) -> float:
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_what_earlier_runs_learned_is_a_beginning(batch: int) -> None:
-    """Good drafters are used at once, in large batches too; useless ones are not tried."""
+    """Good drafters are used at once, in large batches too; useless ones are tried once, with two sequences."""
     table = CostTable(Curve(((64, 1.0), (512, 3.0)))) if batch == 64 else CPU_LIKE
     good, bad = History(500, (0.95,) * 5), History(500, (0.05,) * 5)
     _, _, chosen = simulate(AutoLength(8, table=table, history=good), 0.95, table.step, 24, batch)
     assert not any(chosen[:REFERENCE]) and all(chosen[REFERENCE : REFERENCE + STALE_NEW - 3])  # then plain ones again
     _, _, chosen = simulate(AutoLength(8, table=table, history=bad), 0.05, table.step, 250, batch)
-    assert not any(chosen)
+    assert sum(map(bool, chosen)) <= 4
 
 
 def test_earlier_runs_may_have_had_other_texts() -> None:
     good, bad = History(10_000, (0.95,) * 5), History(10_000, (0.05,) * 5)
     for batch in (1, 4):
         assert times_plain(AutoLength(8, table=CPU_LIKE, history=good), 0.0, 300, batch) > 0.98
-        assert times_plain(AutoLength(8, table=CPU_LIKE, history=bad), 0.95, 2000, batch) > 1.2
+        assert times_plain(AutoLength(8, table=CPU_LIKE, history=bad), 0.95, 250, batch) > 1.15
 
 
 def test_an_unknown_drafter_is_tried_once_where_a_good_one_would_pay() -> None:
@@ -575,6 +575,31 @@ def test_what_the_host_adds_to_every_step_is_not_taken_for_slow_rows() -> None:
     assert tokens / seconds > 0.95 * best > 1.05 * plain_rate(really, 1)
 
 
+def test_slow_first_steps_are_not_taken_for_the_hosts_work() -> None:
+    costs = StepCosts(CostTable(Curve(((1, 1.0), (9, 2.0)))))
+    for _ in range(REFERENCE):
+        costs.observe(1, 0, 1, 2.0)
+    for _ in range(300):
+        costs.observe(1, 0, 1, 1.0)
+    assert costs.scale(1) == pytest.approx(1.0, rel=0.05) and costs.of(1, 8) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_trial_is_over_by_its_own_drafts() -> None:
+    """Others may have a draft length of their own."""
+    seqs = sequences(6)
+    trial, right = Trial(frozenset(seqs[:2]), 3), Decision([0], [0, 0])
+    wrong = Verdict([Decision([], [0])] * 6)
+    others = Draft.chains([[], [], [0], [0], [0], [0]])
+    trial.observe(FinishedStep(Batch(seqs, [1] * 6, [1] * 6), others, wrong, 0, 0))
+    assert not trial.over and not trial.steps
+    own = Draft.chains([[0], [0], [0], [0], [0], [0]])
+    for _ in range(2):
+        trial.observe(
+            FinishedStep(Batch(seqs, [1] * 6, [1] * 6), own, Verdict([*wrong.decisions[:2], *[right] * 4]), 0, 0)
+        )
+    assert trial.over, "four drafts of its own had no right token"
+
+
 def test_what_the_table_does_not_know_of_drafting_is_the_same_for_other_lengths() -> None:
     """A drafter of a user's own: the table knows rows alone, and its drafts take a step's time, however long they
     are."""
@@ -594,19 +619,26 @@ def test_what_a_heads_drafts_take_is_measured_and_kept(tmp_path: Path, monkeypat
     table = LLM(bundled.target(), bundled.named("clover"), **options).engine.draft_lengths.costs.table
     assert [*table.drafts] == [1, 2, 3, 5, 8] and all(curve.valid for curve in table.drafts.values())
     assert table.step(1, 2) > table.target(3)
-    seconds = {str(k): [[1, 0.25]] for k in (1, 2)}
-    for content, wanted in (({}, None), ({"1": [[1, -1.0]]}, None), (seconds, 0.25)):
-        kept = measured_costs._curves({"drafts": content})
-        assert (None if kept is None else kept[2](1)) == wanted
+    about = {"about": "", "levels": 4, "most": 1, "shared": False}
+    contents: list[tuple[dict[str, list[list[float]]], float | None]] = [
+        ({}, None), ({"1": [[1, -1.0]]}, None), ({"0": [[1, 0.25]]}, None), ({"2": [[1, 0.25]]}, 0.25),
+    ]  # fmt: skip
+    for content, wanted in contents:
+        kept = measured_costs._kept_drafts({**about, "drafts": content})
+        assert (None if kept is None else kept.drafts[2](1)) == wanted
     monkeypatch.setattr(measured_costs, "_KEPT_DRAFTS", KeptTable("drafts"))
     monkeypatch.setattr(measured_costs, "draft_curves", None)  # it is not measured again
     again = LLM(bundled.target(), bundled.named("clover"), **options).engine.draft_lengths.costs.table
     assert again.drafts == table.drafts
-    ((about, kept),) = measured_costs.kept_drafts(bundled.named("clover"))
-    assert kept == table.drafts and about.startswith("float32")
+    (kept,) = measured_costs.kept_drafts(bundled.named("clover"))
+    assert kept.drafts == table.drafts and kept.about.startswith("float32") and (kept.levels, kept.most) == (4, 4)
     shape = shape_of_draft(bundled.named("clover"), torch.float32, CPU)
     known = Measured.of(str(bundled.target()), [shape], torch.float32, CPU, 4)
     assert known.costs[shape.name].drafts == table.drafts  # plans use it, too
+    name, here = bundled.named("clover"), torch.device("cpu")
+    assert measured_costs.drafts_for(name, 4, torch.float32, here) and not measured_costs.drafts_for(
+        name, 2, torch.float32, here
+    ), "a head that guesses fewer tokens takes less"
 
 
 def test_what_is_kept_knows_how_often_there_was_a_draft() -> None:

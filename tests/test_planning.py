@@ -585,8 +585,8 @@ def test_rungs_are_compared_by_what_was_measured(tmp_path: Path, monkeypatch: py
     none, fitted, plan = fit_into_memory(target, draft, config)
     assert none is None and "would not pay" in plan.reason
     wish = Wish(target=target, drafts=[draft], k=4, batch=1, turns=1, turn_tokens=64, memory="600MiB", dtype="float32")
-    HistoryKeeper(target, draft).see(History(700, (0.9, 0.9, 0.9, 0.9)))
-    assert "700 drafts that were measured" in plan_for(wish).reason
+    HistoryKeeper(target, draft).see(History(1700, (0.9, 0.9, 0.9, 0.9)))
+    assert "1700 drafts that were measured" in plan_for(wish).reason
     assert "an assumed acceptance" in plan_for(replace(wish, drafts=["ngram"])).reason
 
 

@@ -30,9 +30,8 @@ def shape_of_checkpoint(path: str, dtype: torch.dtype | None, device: torch.devi
     folder = Path(path).expanduser()
     config = load_config(folder if folder.exists() else path)
     check_servable(path, config)
-    kind = dtype or native_dtype(
-        checkpoint_dtype(config), device
-    )  # before a skeleton is made, which changes the config
+    # before a skeleton is made, which changes the configuration
+    kind = dtype or native_dtype(checkpoint_dtype(config), device)
     skeleton = stock_skeleton(config)
     return first_share(_shape(config, skeleton, kind, path), config, skeleton, split, device)
 

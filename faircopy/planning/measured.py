@@ -10,7 +10,7 @@ import torch
 from faircopy.cache import device_kind
 from faircopy.costs import CostTable, Curve
 from faircopy.measured_acceptance import History, known_history
-from faircopy.measured_costs import kept_costs, kept_drafts
+from faircopy.measured_costs import drafts_for, kept_costs
 from faircopy.model.anatomy import is_head
 from faircopy.planning.drafts import NO_DRAFT, DraftShape
 from faircopy.planning.ladder import Speed
@@ -110,8 +110,7 @@ def _drafts(draft: DraftShape, dtype: torch.dtype, device: torch.device | None) 
     """What a head's drafts take, if that was measured in this type and on this device."""
     if draft.kind != "head" or device is None or not is_head(draft.name):
         return {}
-    about = f"{str(dtype).removeprefix('torch.')}, {device_kind(device)}"
-    return next((curves for said, curves in kept_drafts(draft.name) if said == about), {})
+    return drafts_for(draft.name, draft.levels, dtype, device)
 
 
 def _table(tables: dict[str, CostTable], draft: DraftShape, drafts: dict[int, Curve]) -> CostTable | None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from faircopy.config import GPU_RESERVE, EngineConfig, parse_bytes
-from faircopy.costs import CostTable, Curve
-from faircopy.measured_costs import kept_costs, kept_drafts
+from faircopy.costs import CostTable
+from faircopy.measured_costs import KeptDrafts, kept_costs, kept_drafts
 from faircopy.model.anatomy import is_head
 from faircopy.model.shape import shape_of_checkpoint
 from faircopy.model.shape_share import WHOLE, Split
@@ -104,8 +104,8 @@ def show(plan: Plan, wish: Wish, explain: bool, console: Console) -> None:
             if costs.steps:
                 console.print(_steps(costs))
         for draft in filter(is_head, wish.drafts):
-            for about, drafts in kept_drafts(draft):
-                console.print(_drafts(draft, about, drafts))
+            for kept in kept_drafts(draft):
+                console.print(_drafts(draft, kept))
 
 
 def as_json(plan: Plan, wish: Wish) -> str:
@@ -250,8 +250,10 @@ def _steps(costs: CostTable) -> Table:
     return table
 
 
-def _drafts(head: str, about: str, drafts: dict[int, Curve]) -> Table:
-    table = Table(title=f"Measured drafts of {_short(head)}, ms, by nodes ({about})", title_justify="left")
+def _drafts(head: str, kept: KeptDrafts) -> Table:
+    drafts, shared = kept.drafts, ", nodes shared by a batch" if kept.shared else ""
+    what = f"{counted(kept.levels, 'level')}, batches of up to {kept.most}{shared}, {kept.about}"
+    table = Table(title=f"Measured drafts of {_short(head)}, ms, by nodes ({what})", title_justify="left")
     for name in ("sequences", *map(str, sorted(drafts))):
         table.add_column(name, justify="right")
     for size in sorted({size for curve in drafts.values() for size, _ in curve.points}):
