@@ -401,7 +401,8 @@ class AutoLength(DraftLengths):
         later if earlier runs speak against it: their texts may have been others.
         """
         if not self._drafts and not self._last_trial and self._may_pay:
-            return not self.costs.doubted(self._batch) and (not self._informed or self._choices > SOON)
+            confirmed = not self.costs.doubted(self._batch) or self._choices > PROBE
+            return confirmed and (not self._informed or self._choices > SOON)
         wait = self._wait if self._batch <= TRIED and self._promises(seqs) else PROBE
         newcomers = any(len(seq.tokens) == len(seq.prompt) for seq in seqs)
         return self._choices - self._last_trial > (wait if newcomers else 2 * wait)
