@@ -36,6 +36,7 @@ from faircopy.errors import ConfigError
 from faircopy.kernels.memory import give_back_free_memory
 from faircopy.kernels.ranks import OneRank
 from faircopy.layout.base import Layout
+from faircopy.layout.block_tables import BlockTables
 from faircopy.layout.paged import PagedLayout
 from faircopy.layout.pool import PagePool
 from faircopy.measured_acceptance import HistoryKeeper
@@ -179,22 +180,14 @@ def build_engine(
     """
     config = config or EngineConfig()
     models: list[Model | Head] = [target] if draft is None else [target, draft]
-    strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
+    strategy = STRATEGIES[config.strategy]
     tables = strategy.tables(PagePool(page_count(models, config, strategy.tokens(target.context, config))), config)
     runner = Runner(target, strategy.layout(tables, target, config, False, suite))
-    sampled = config.verifier == "rejection"
     pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None  # of all graphs: they take turns
     draft_layouts: tuple[Layout, ...] = ()
-    chains = 0
-    if isinstance(draft, Head):
-        pages = strategy.pages(tables, draft, config, suite)
-        chains = _chain_nodes(target, draft, config)
-        drafter, draft_layouts = HeadDrafter(draft, pages, chunk, sampled, chains), (pages,)
-    elif draft is not None:
-        layout = strategy.layout(tables, draft, config, True, suite)
-        small = Runner(draft, layout)
-        small.passes = build_passes(small, config, pool)
-        drafter, draft_layouts = ModelDrafter(small, target.vocab, chunk, sampled), (layout,)
+    if draft is not None:
+        drafter, cache = _drafter_of(draft, target, tables, config, suite, pool)
+        draft_layouts = (cache,)
     drafter = default = drafter or NoDrafter()
     if config.drafter_per_request:
         others = {"ngram": NgramDrafter(config.lookup_min, config.lookup_max)}
@@ -204,35 +197,46 @@ def build_engine(
     runner.passes = build_passes(runner, config, pool)
     steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
-    plain = type(drafter) is NoDrafter  # a subclass may draft
     kept = _history_keeper(target, draft, default, config) if draft_lengths is None else None
-    if plain:
-        lengths: DraftLengths = NoLength()
-    else:
+    lengths: DraftLengths = NoLength()
+    if type(drafter) is not NoDrafter:  # a subclass may draft
         table = partial(cost_table, target, draft, config, default, room)
-        lengths = draft_lengths or _draft_lengths(target, config, captured, table, room, chains, kept)
+        lengths = draft_lengths or _draft_lengths(target, draft, config, captured, table, room, kept)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
     policy = strategy.policy(config, None if captured is None else captured.interrupts)
+    chunk = config.chunk_on(target.device)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
-    verifier = RejectionVerifier() if sampled else ExactVerifier()
+    verifier = RejectionVerifier() if config.verifier == "rejection" else ExactVerifier()
     ends = frozenset(token for token in eos if token < target.vocab)  # some configurations name ids there are none of
     stages = target.stages if isinstance(target, Pipeline) else 1
     return Engine(runner, tables, drafter, verifier, scheduler, ends, steps, draft_layouts, lengths, stages, kept)
 
 
+def _drafter_of(
+    draft: Model | Head, target: Model, tables: BlockTables, config: EngineConfig, suite: Suite | None, pool: Any
+) -> tuple[Drafter, Layout]:
+    """The drafter that a model or head makes, and its cache. pool: of graphs."""
+    strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
+    sampled = config.verifier == "rejection"
+    if isinstance(draft, Head):
+        pages = strategy.pages(tables, draft, config, suite)
+        return HeadDrafter(draft, pages, chunk, sampled, _chain_nodes(target, draft, config)), pages
+    layout = strategy.layout(tables, draft, config, True, suite)
+    small = Runner(draft, layout)
+    small.passes = build_passes(small, config, pool)
+    return ModelDrafter(small, target.vocab, chunk, sampled), layout
+
+
 def _draft_lengths(
     target: Model,
+    draft: Model | Head | None,
     config: EngineConfig,
     captured: CapturedRunner | None,
     table: Callable[[], CostTable | None],
     room: Room,
-    chains: int,
     kept: HistoryKeeper | None,
 ) -> DraftLengths:
-    """As the configuration says. chains: nodes up to which a head's drafts are chains although it grows trees.
-
-    table: of what passes cost. kept: what earlier runs learned of the drafter.
-    """
+    """As the configuration says. table: of what passes cost. kept: what earlier runs learned of the drafter."""
     most = config.k if captured is None else min(config.k, captured.max_nodes)
     if config.law:
         tokens = min(target.context, config.planned_tokens or LAW_CONTEXT)
@@ -241,6 +245,7 @@ def _draft_lengths(
     if not config.auto:
         return FixedLength(config.k)
     history = None if kept is None else kept.known
+    chains = _chain_nodes(target, draft, config) if isinstance(draft, Head) else 0
     return AutoLength(most, config.quality, table(), room, chains, history)
 
 
