@@ -165,7 +165,7 @@ class _Cell:
     doubted_since: int | None = None  # of plain ones: the number of the step since when it waits to be confirmed
     last: int = 0  # the number of its last step
     level: float = 0.0  # at that time
-    host: float = 0.0  # of plain ones: seconds over the table's when they were first known, 1 at least; 0: not known
+    host: float = 0.0  # of plain ones: seconds over the table's when they were confirmed, 1 at least; 0: not yet
 
     def drifted(self, level: float) -> bool:
         """Whether other kinds have moved the level much since: they do not tell whether this one has changed too."""
@@ -258,7 +258,7 @@ class StepCosts:
             self._doubt_plain(batch, expected * cell.factor)
         else:
             cell.doubt(self._steps)
-            if not cell.host and len(cell.first) >= REFERENCE:
+            if not cell.host and cell.doubted_since is None and len(cell.first) >= REFERENCE:
                 cell.host = max(1.0, self._level * cell.factor)
 
     def _doubt_plain(self, batch: int, drafted: float) -> None:
