@@ -333,8 +333,8 @@ class StepCosts:
         return level * plain, level * max(plain, drafted)
 
     def scale(self, batch: int) -> float:
-        """What the table's seconds take now. What plain steps took beyond them from the beginning is the host's work
-        around a pass, and is no more for more rows."""
+        """What the table's seconds take now. What plain steps took beyond them when they were confirmed is the host's
+        work around a pass, and is no more for more rows."""
         kind = self._nearest(bucket(batch), 0, drafted=False)
         if kind is None:
             return self.level
