@@ -30,6 +30,7 @@ from faircopy.kernels.gpu.pages import (
     even_plan,
     packed_tree_plan,
     set_base,
+    shared_height,
     tree_plan,
 )
 from faircopy.kernels.gpu.records import Control
@@ -39,7 +40,7 @@ from faircopy.kernels.gpu.suite import Suite
 from faircopy.kernels.gpu.tree import TreeNodes
 from faircopy.kernels.transfer import Field, HostInputs
 from faircopy.kernels.tree_growth import Front
-from faircopy.layout.base import Layout, Packed
+from faircopy.layout.base import LayerShape, Layout, Packed
 from faircopy.layout.paged import PagedLayout, RowList
 from faircopy.model.base import Model
 from faircopy.model.capture_trial import capture_problem
@@ -143,15 +144,29 @@ class RowInputs:
     """Rows that the host writes before a graph is started: tokens, positions, KV slots, and the tiles that they attend
     in. Rows beyond those written write to the scratch page and belong to no tile."""
 
-    def __init__(self, layout: PagedLayout, rows: int, seqs: int, more: Seq[Field] = ()) -> None:
-        """seqs: that the rows belong to at most. more: fields beside them."""
-        self._layout, page, device = layout, layout.tables.page, layout.device
-        dim = max((shape.head_dim for shape in layout.layers), default=0)
+    def __init__(
+        self, layout: PagedLayout, rows: int, seqs: int, more: Seq[Field] = (), beside: int | None = None
+    ) -> None:
+        """seqs: that the rows belong to at most. more: fields beside them.
+
+        beside: rows of each batch slot, a chain, in whose pass they are; None: they have one of their own.
+        """
+        self._layout = layout
+        lower = {shape.group: None if beside is None else self._shared_height(beside, shape) for shape in layout.layers}
+        self.one_launch = beside is not None and None not in lower.values()  # with those of the batch slots
         self._heights = {
-            shape.group: chain_height(shape.group, dim, layout.itemsize, page, device) for shape in layout.layers
+            shape.group: (self.one_launch and lower[shape.group]) or self._height(shape) for shape in layout.layers
         }
-        self._inputs = HostInputs([*self._fields(rows, seqs), *more], device)
+        self._inputs = HostInputs([*self._fields(rows, seqs), *more], layout.device)
         self.tensors = self._inputs.tensors
+
+    def _height(self, shape: LayerShape) -> int:
+        layout = self._layout
+        return chain_height(shape.group, _widest(layout)[0], layout.itemsize, layout.tables.page, layout.device)
+
+    def _shared_height(self, rows: int, shape: LayerShape) -> int | None:
+        layout = self._layout
+        return shared_height(rows, shape.group, *_widest(layout), layout.tables.page, layout.device)
 
     def _fields(self, rows: int, seqs: int) -> Iterator[Field]:
         yield Field("slots", torch.int64, (rows,), self._layout.scratch)
@@ -218,9 +233,12 @@ class PromptRows:
         def joined(name: str, before: Tensor) -> Tensor:
             return torch.cat([before, tensors[name].to(before.dtype)])
 
-        plans = {key: replace(plan, beside=self.plans[key]) for key, plan in packed.plans.items()}
+        plans = {key: self._plan_behind(plan, self.plans[key]) for key, plan in packed.plans.items()}
         ids, positions, slots = (joined(name, getattr(packed, name)) for name in ("ids", "positions", "slots"))
         return Packed(ids, positions, slots, plans, packed.wanted, [], [], [])
+
+    def _plan_behind(self, plan: PagePlan, own: PagePlan) -> PagePlan:
+        return plan.with_tiles(own) if self.inputs.one_launch else replace(plan, beside=own)
 
     def alone(self) -> Packed:
         """These rows as a pass of their own."""
@@ -339,10 +357,12 @@ class GraphState:
         """Rows of its batch slots."""
         return self.size * (self.k + 1) if self.shared is None else self.shared.rows
 
-    def prompt_rows(self, layout: PagedLayout, count: int, more: Seq[Field] = ()) -> PromptRows:
-        """Room for this many rows of prompts. more: fields beside them."""
+    def prompt_rows(
+        self, layout: PagedLayout, count: int, more: Seq[Field] = (), beside: int | None = None
+    ) -> PromptRows:
+        """Room for this many rows of prompts. more, beside: see RowInputs."""
         tables, reach = self._tables
-        inputs = RowInputs(layout, count, min(self.size, MOST_JOINING), more)
+        inputs = RowInputs(layout, count, min(self.size, MOST_JOINING), more, beside)
         return PromptRows(inputs, inputs.plans(tables, reach), count)
 
     def row_sampling(self, rows: int) -> RowSampling:

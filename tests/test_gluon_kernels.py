@@ -264,6 +264,27 @@ def test_attention_beside_prompts(hopper: Set) -> None:
         assert torch.equal(attention.attend_pages(**beside, arrived=arrived, scale=0.3), alone)
 
 
+@pytest.mark.parametrize(("group", "rows"), [(4, 3), (1, 6), (7, 1)])
+def test_prompts_in_the_launch_of_the_batch_slots(hopper: Set, group: int, rows: int) -> None:
+    """One launch for the tiles of both: the bits of two."""
+    counts, lengths = (*(rows,) * 5, 39, 20), (300, 520, 140, 9, 3000, 39, 150)
+    scene = kernel_checks._paged_scene(CPU, HALF, 128, group, counts, lengths)
+    plan, first, arrived = scene["plan"], 5 * rows, attention.counters(CPU)
+    own = pages.even_plan(5, rows, plan.tables[:5], plan.page, 4096, 128)
+    height = pages.shared_height(rows, group, 128, 2, plan.page, CPU)
+    assert height is not None and rows <= height <= pages.chain_height(group, 128, 2, plan.page, CPU)
+    lanes_of = [pages.PageLane(5, range(first, first + 39)), pages.PageLane(6, range(first + 39, first + 59))]
+    more = pages._cut(lanes_of, height, plan.tables, plan.page, plan.blocks, height)
+    results = []
+    for joined in (replace(own, tables=plan.tables, beside=more), replace(own, tables=plan.tables).with_tiles(more)):
+        for seed, processors in enumerate((1, 5)):
+            hopper(seed, processors, unwritten_keys(scene, counts, lengths))
+            results.append(attention.attend_pages(**{**scene, "plan": joined}, arrived=arrived, scale=0.3))
+            assert not arrived.any(), "counters are zero between passes"
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert distance(results[0], attention.attend_pages_twin(**scene, scale=0.3)) < 1e-3
+
+
 def _pages_of(plan: pages.PagePlan) -> tuple[Tensor, int, int]:
     return plan.tables, plan.page, plan.blocks
 

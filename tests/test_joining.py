@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from faircopy import SamplingParams
+from faircopy import SamplingParams, capture
 from faircopy.build import build_engine
 from faircopy.config import EngineConfig
 from faircopy.drafters.base import Drafter
@@ -104,6 +104,20 @@ def test_texts_that_join_are_plain_decodings(folder: str, model: Fused, plain: A
     assert len(joined) > 5 and sum(step.prompt_rows for step in joined) > 60
     assert engine.meter.steps - engine.meter.captured_steps <= 1, "prompts fit into captured steps"
     assert not warm or engine.captured.graphs.keys == made, "nothing is captured on a request's time"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_may_share_the_launches_of_the_batch_slots(
+    folder: str, model: Fused, plain: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Hopper, tiles of both are those of one plan; beside trees they have plans of their own."""
+    monkeypatch.setattr(capture, "shared_height", lambda rows, *about: max(4, 1 << (rows - 1).bit_length()))
+    engine = build(folder, model, method)
+    steps = watch(engine)
+    assert texts(engine, [engine.add(request) for request in requests(model.vocab)]) == plain
+    joined = [step.graph for step in steps if step.graph.prompts is not None]
+    assert len(joined) > 5
+    assert all(graph.prompts.inputs.one_launch is (graph.trees is None) for graph in joined if graph.prompts)
 
 
 @pytest.mark.parametrize("method", METHODS)

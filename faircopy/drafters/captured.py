@@ -73,7 +73,7 @@ class CapturedModel(CapturedDrafter):
         return max(0, len(tokens) - 2 - cached)
 
     def prompt_inputs(self, graph: GraphState, count: int) -> PromptRows | None:
-        return graph.prompt_rows(self._layout, count)
+        return graph.prompt_rows(self._layout, count, beside=2)  # rows of the pass that catches up
 
     def join(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
         assert graph.drafter_prompts is not None, "prompts are read"

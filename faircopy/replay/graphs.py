@@ -250,7 +250,8 @@ class StepGraphs:
 
     def _with_prompts(self, graph: GraphState, key: GraphKey) -> GraphState:
         """The same with inputs for the prompts of sequences that join."""
-        prompts = graph.prompt_rows(self._layout, key.prompts)
+        beside = None if graph.trees is not None else graph.k + 1
+        prompts = graph.prompt_rows(self._layout, key.prompts, beside=beside)
         drafter = self._drafter.prompt_inputs(graph, key.prompts) if key.k else None
         return replace(graph, prompts=prompts, drafter_prompts=drafter)
 

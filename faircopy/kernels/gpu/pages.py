@@ -22,6 +22,7 @@ from faircopy.kernels.transfer import sent_together
 
 TOKENS = 64  # query rows (tokens times heads per key head) of a tile at most;
 HOPPER_TOKENS = 128  # for the kernel in flash.py
+SHARED_ROWS = 16  # rows of a prompt's tile where batch slots share its launch, unless they have more
 HOPPER_DIMS, HOPPER_PAGES = (64, 128), (16, 32, 64, 128)  # heads of 16-bit numbers and pages that it copies
 WIDE_LINE = 512  # bytes of a query head that a tile of TOKENS rows can hold
 PATH = 64  # nodes on one path of a tree at most
@@ -81,6 +82,13 @@ class PagePlan:
     beside: PagePlan | None = None  # tiles of other rows of the same pass, which have nothing to do with these
     lanes: TreeLanes | None = None  # what Hopper's kernel reads instead of `ranges` and `tails`
 
+    def with_tiles(self, more: PagePlan) -> PagePlan:
+        """One plan for the tiles of both, if those of `more` are at least as high; of chains."""
+        own = torch.nn.functional.pad(self.rows, (0, more.rows.shape[1] - self.rows.shape[1]), value=-1)
+        pairs = (own, more.rows), (self.ranges, more.ranges), (self.seqs, more.seqs)
+        rows, ranges, seqs = (torch.cat(pair) for pair in pairs)
+        return replace(self, rows=rows, ranges=ranges, seqs=seqs, blocks=max(self.blocks, more.blocks), even=0)
+
 
 def plan_pages(
     lanes: list[PageLane], group: int, tables: Tensor, page: int, blocks: int, dim: int = 0, itemsize: int = 2,
@@ -131,6 +139,16 @@ def chain_height(group: int, dim: int, itemsize: int, page: int, device: torch.d
     if _for_hopper(dim, itemsize, page, device):
         return tile_height(group) * HOPPER_TOKENS // TOKENS
     return tile_height(group, dim * itemsize)
+
+
+def shared_height(rows: int, group: int, dim: int, itemsize: int, page: int, device: torch.device) -> int | None:
+    """Rows of a tile where prompts share a launch with batch slots of `rows` rows, chains; None: where they do not.
+
+    A product of Hopper's takes PLACES queries, however few there are: a batch slot's tile may be as high as a prompt's.
+    """
+    height = max(power(rows), min(SHARED_ROWS, tile_height(group)))
+    fits = height <= chain_height(group, dim, itemsize, page, device)
+    return height if fits and _for_hopper(dim, itemsize, page, device) else None
 
 
 def _for_hopper(dim: int, itemsize: int, page: int, device: torch.device) -> bool:
