@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ class RowInputs:
 
         beside: rows of each batch slot, a chain, in whose pass they are; None: they have one of their own.
         """
-        self._layout = layout
+        self._layout, self.seqs = layout, seqs
         lower = {shape.group: None if beside is None else self._shared_height(beside, shape) for shape in layout.layers}
         self.one_launch = beside is not None and None not in lower.values()  # with those of the batch slots
         self._heights = {
@@ -214,13 +215,24 @@ class PromptRows:
     inputs: RowInputs
     plans: Plans
     count: int
+    first: int  # rows that the pass has before them
 
-    def write(self, listed: RowList, slots: Seq[int], first: int, more: dict[str, NDArray[Any]] | None = None) -> None:
-        """Bring listed rows to the device. slots: of their sequences; first: how many rows the pass has before them."""
+    def write(self, listed: RowList, slots: Seq[int], more: dict[str, NDArray[Any]] | None = None) -> None:
+        """Bring listed rows to the device. slots: of their sequences."""
+        first = self.first
         lanes = [
             PageLane(slots[lane.seq], range(first + lane.rows[0], first + lane.rows[-1] + 1)) for lane in listed.pages
         ]
         self.inputs.write(replace(listed, pages=lanes), more)
+
+    def pretend(self, scratch: int) -> None:
+        """Prompts of as many sequences as can join, in the first batch slots; their keys are written to `scratch`."""
+        ends = [self.count * n // self.inputs.seqs for n in range(self.inputs.seqs + 1)]
+        parts = [range(first, end) for first, end in pairwise(ends)]
+        positions = [row - part.start for part in parts for row in part]
+        pages = [PageLane(slot, part) for slot, part in enumerate(parts) if part]
+        listed = RowList([0] * self.count, positions, [np.full(self.count, scratch)], pages=pages)
+        self.write(listed, range(len(parts)))
 
     def clear(self) -> None:
         """No rows at all."""
@@ -358,12 +370,14 @@ class GraphState:
         return self.size * (self.k + 1) if self.shared is None else self.shared.rows
 
     def prompt_rows(
-        self, layout: PagedLayout, count: int, more: Seq[Field] = (), beside: int | None = None
+        self, layout: PagedLayout, count: int, first: int = 0, more: Seq[Field] = (), *, chains: bool = True
     ) -> PromptRows:
-        """Room for this many rows of prompts. more, beside: see RowInputs."""
+        """Room for this many rows of prompts, behind the `first` rows of a pass over all batch slots. more: fields
+        beside them. chains: those of a batch slot are one."""
         tables, reach = self._tables
+        beside = first // self.size if first and chains else None
         inputs = RowInputs(layout, count, min(self.size, MOST_JOINING), more, beside)
-        return PromptRows(inputs, inputs.plans(tables, reach), count)
+        return PromptRows(inputs, inputs.plans(tables, reach), count, first)
 
     def row_sampling(self, rows: int) -> RowSampling:
         """Room for what this many rows are chosen with."""

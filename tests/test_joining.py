@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -118,6 +119,34 @@ def test_prompts_may_share_the_launches_of_the_batch_slots(
     joined = [step.graph for step in steps if step.graph.prompts is not None]
     assert len(joined) > 5
     assert all(graph.prompts.inputs.one_launch is (graph.trees is None) for graph in joined if graph.prompts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_that_read_prompts_are_tried_with_made_up_ones(
+    folder: str, model: Fused, plain: Any, method: str
+) -> None:
+    """All rows are those of prompts then, in places of their own, and nothing is left of them."""
+    engine = build(folder, model, method)
+    assert engine.captured is not None
+    kinds, scratch = engine.captured.graphs, engine.target.layout.scratch  # type: ignore[attr-defined]
+    k = 0 if method == "none" else 3
+    seqs = [engine.add(request) for request in requests(model.vocab)]
+    for _ in range(3):
+        engine.step()
+    for rows in (1, kinds.longest_joining):
+        key = kinds.joining(4, k, rows)
+        assert key is not None
+        graph, step = kinds.get(key)
+        with kinds.kept(graph):
+            kinds.pretend(graph)
+            for prompts in filter(None, (graph.prompts, graph.drafter_prompts)):
+                found = prompts.inputs.tensors
+                assert set(found["slots"].tolist()) == {scratch}
+                tiled = torch.cat([found[name].flatten() for name in found if name.startswith("rows")])
+                first = prompts.first
+                assert sorted(row for row in tiled.tolist() if row >= 0) == [*range(first, first + prompts.count)]
+            step.start()
+    assert texts(engine, seqs) == plain
 
 
 @pytest.mark.parametrize("method", METHODS)

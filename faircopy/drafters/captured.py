@@ -73,14 +73,14 @@ class CapturedModel(CapturedDrafter):
         return max(0, len(tokens) - 2 - cached)
 
     def prompt_inputs(self, graph: GraphState, count: int) -> PromptRows | None:
-        return graph.prompt_rows(self._layout, count, beside=2)  # rows of the pass that catches up
+        return graph.prompt_rows(self._layout, count, 2 * graph.size)  # behind the rows that catch up
 
     def join(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
         assert graph.drafter_prompts is not None, "prompts are read"
         read = [seq for seq in slots if not self._is_idle(seq)]
         ends = [max(self._layout.cached(seq), len(seq.tokens) - 2) for seq in read]
         listed = self._layout.list_rows(Batch(read, ends, [0] * len(read)), Draft.empty(len(read)))
-        graph.drafter_prompts.write(listed, [slots[seq] for seq in read], 2 * graph.size)
+        graph.drafter_prompts.write(listed, [slots[seq] for seq in read])
         for seq, end in zip(read, ends, strict=True):
             self._layout.set_cached(seq, end)
         return len(listed.ids)

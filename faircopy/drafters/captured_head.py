@@ -66,7 +66,7 @@ class CapturedHead(CapturedDrafter):
     def prompt_inputs(self, graph: GraphState, count: int) -> PromptRows | None:
         if not self._head.layers:
             return None
-        return graph.prompt_rows(self._layout, count, [Field("sources", torch.int64, (count,), NO_STATE)])
+        return graph.prompt_rows(self._layout, count, more=[Field("sources", torch.int64, (count,), NO_STATE)])
 
     def join(self, graph: GraphState, slots: dict[Sequence, int], rows: dict[Sequence, range]) -> int:
         read = [seq for seq in slots if seq.request.k != 0]
@@ -87,7 +87,7 @@ class CapturedHead(CapturedDrafter):
         read, ends = [*slots], [len(seq.tokens) for seq in slots]
         listed = self._layout.list_rows(Batch(read, ends, [0] * len(read)), Draft.empty(len(read)))
         more = {"sources": np.array(sources, np.int64)}
-        graph.drafter_prompts.write(listed, [*slots.values()], 0, more)
+        graph.drafter_prompts.write(listed, [*slots.values()], more)
         return len(listed.ids)
 
     def commit(self, seq: Sequence, length: int, accepted: int, k: int) -> None:

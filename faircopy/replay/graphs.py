@@ -104,6 +104,7 @@ class StepGraphs:
         self._joining_buckets = [size for size in JOINING_BUCKETS if size < num_slots] + [num_slots]
         self.max_nodes = min(max_nodes, _most_nodes(drafter, layout))
         self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
+        self.joining_times: dict[GraphKey, float] = {}  # of those that read prompts, with as many as they have room for
         self._made: dict[GraphKey, tuple[GraphState, Step]] = {}
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
@@ -153,6 +154,10 @@ class StepGraphs:
             self._made[key] = (graph, self._make_step(graph))
         return self._made[key]
 
+    def time(self, key: GraphKey) -> float:
+        """Seconds of a step with a text in every batch slot, and prompts in all rows for them, the best of three."""
+        return self._time(*self.get(key))
+
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
         for nodes in self._sizes(lengths):
@@ -166,7 +171,7 @@ class StepGraphs:
                     self.times[size, nodes] = self._time(graph, step)
             self._warmed.append(nodes)
         for key in self._all_joining(lengths):
-            self.get(key)
+            self.joining_times[key] = self.time(key)
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
@@ -205,7 +210,8 @@ class StepGraphs:
             tensor.copy_(before)
 
     def pretend(self, graph: GraphState) -> None:
-        """Let every batch slot have a text of TIMED_TOKENS or so, whose keys are whatever the pages hold.
+        """Let every batch slot have a text of TIMED_TOKENS or so, whose keys are whatever the pages hold, and where
+        sequences join let there be as many rows of prompts as there is room for.
 
         Those pages are read and never written: the last ones of each text are the scratch page.
         """
@@ -221,6 +227,9 @@ class StepGraphs:
         graph.sampling.settings.zero_()
         if self._drafter.reads_hidden_states is not None:
             self._drafter.reads_hidden_states.pretend(length)
+        for prompts in (graph.prompts, graph.drafter_prompts):
+            if prompts is not None:
+                prompts.pretend(graph.scratch)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
@@ -250,8 +259,7 @@ class StepGraphs:
 
     def _with_prompts(self, graph: GraphState, key: GraphKey) -> GraphState:
         """The same with inputs for the prompts of sequences that join."""
-        beside = None if graph.trees is not None else graph.k + 1
-        prompts = graph.prompt_rows(self._layout, key.prompts, beside=beside)
+        prompts = graph.prompt_rows(self._layout, key.prompts, graph.rows, chains=graph.trees is None)
         drafter = self._drafter.prompt_inputs(graph, key.prompts) if key.k else None
         return replace(graph, prompts=prompts, drafter_prompts=drafter)
 
@@ -305,7 +313,6 @@ class StepGraphs:
         return recording.replay
 
     def _time(self, graph: GraphState, step: Step) -> float:
-        """Seconds of a step with a text in every batch slot, the best of three."""
         if not self._cuda:
             return 0.0
         with self.kept(graph):

@@ -208,7 +208,7 @@ class CapturedRunner:
         listed = self._layout.list_rows(
             Batch(seqs, [len(seq.tokens) - 1 for seq in seqs], [0] * len(seqs)), Draft.empty(len(seqs))
         )
-        graph.prompts.write(listed, slots, graph.rows)
+        graph.prompts.write(listed, slots)
         ends = [*accumulate(listed.fed)]
         rows = {seq: range(end - fed, end) for seq, fed, end in zip(seqs, listed.fed, ends, strict=True)}
         drafted = {seq: slot for seq, slot in joining.items() if seq not in idle}
