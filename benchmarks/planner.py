@@ -285,8 +285,7 @@ class Trial:
 
     def _add(self, llm: LLM, prompts: list[Any], wanted: list[SamplingParams], batch: int) -> list[Sequence]:
         config, engine = replace(llm.config, max_batch=batch), llm.engine
-        interrupts = None if engine.captured is None else engine.captured.interrupts
-        engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, interrupts)
+        engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, engine.captured)
         pairs = zip(prompts, wanted, strict=True)
         return [engine.add(llm.request(prompt, params)) for prompt, params in pairs]
 

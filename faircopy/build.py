@@ -203,7 +203,7 @@ def build_engine(
         table = partial(cost_table, target, draft, config, default, room)
         lengths = draft_lengths or _draft_lengths(target, draft, config, captured, table, room, kept)
     mixed = None if runner.passes is None else partial(runner.passes.mixed_step_rows, config.step_ms)
-    policy = strategy.policy(config, None if captured is None else captured.interrupts)
+    policy = strategy.policy(config, captured)
     chunk = config.chunk_on(target.device)
     scheduler = Scheduler(tables, runner.layout.cached, policy, lengths, chunk, captured, mixed)
     verifier = RejectionVerifier() if config.verifier == "rejection" else ExactVerifier()

@@ -51,6 +51,7 @@ from faircopy.types import MOST_JOINING, Sequence
 
 LANES_FROM = 4  # batch slots from which on Hopper's one launch for trees takes less time than the two of attention.py
 
+PRETENDED = 32  # tokens of a prompt that stands for one of a sequence that joins
 Work = Callable[[], None]  # part of a step without arguments, so that it can be captured
 Plans = dict[tuple[int, int], PagePlan]  # by (window, group) of the layers
 
@@ -226,8 +227,9 @@ class PromptRows:
         self.inputs.write(replace(listed, pages=lanes), more)
 
     def pretend(self, scratch: int) -> None:
-        """Prompts of as many sequences as can join, in the first batch slots; their keys are written to `scratch`."""
-        ends = [self.count * n // self.inputs.seqs for n in range(self.inputs.seqs + 1)]
+        """Prompts of about PRETENDED tokens in the first batch slots; their keys are written to `scratch`."""
+        prompts = min(self.inputs.seqs, -(-self.count // PRETENDED))
+        ends = [self.count * n // prompts for n in range(prompts + 1)]
         parts = [range(first, end) for first, end in pairwise(ends)]
         positions = [row - part.start for part in parts for row in part]
         pages = [PageLane(slot, part) for slot, part in enumerate(parts) if part]

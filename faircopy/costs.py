@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 SMOOTHING = 0.02  # share of a new measurement in a factor
 MEDIAN_OF = 5  # measurements of a kind of which the median counts
@@ -74,6 +74,13 @@ class Curve:
         return Curve(tuple((rows, share * seconds) for rows, seconds in self.points), self.stepped)
 
 
+class Joining(NamedTuple):
+    """A captured step that reads prompts of sequences which join."""
+
+    k: int  # nodes per batch slot, which may be fewer than are wanted
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Measured costs of one target and drafter on one device."""
@@ -84,6 +91,7 @@ class CostTable:
     measured: bool = True
     head: Curve = Curve()  # of a draft head's layers over rows of text
     drafts: Mapping[int, Curve] = field(default_factory=dict)  # of a head's drafts by nodes: over sequences, not rows
+    joining: Mapping[tuple[int, int], Joining] = field(default_factory=dict)  # (batch slots, k wanted), captured
 
     def step(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
@@ -91,6 +99,11 @@ class CostTable:
         if fitting:
             return max(SHORTEST, self.steps[min(fitting)])
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + self._drafting(batch, k))
+
+    def joined(self, batch: int, k: int) -> Joining | None:
+        """The step in which sequences join where k nodes are wanted; None: it was not measured."""
+        fitting = [(size, nodes) for size, nodes in self.joining if size >= batch and nodes >= k]
+        return self.joining[min(fitting)] if fitting else None
 
     def adds(self, batch: int, k: int, drafted: int) -> float:
         """Seconds that drafts of k tokens for this many sequences add to a plain step of a batch."""
@@ -331,6 +344,14 @@ class StepCosts:
         if drafted is None:
             drafted = self._step(batch, k, rows) * self._factor(size, k)
         return level * plain, level * max(plain, drafted)
+
+    def joined(self, batch: int, k: int) -> Joining | None:
+        """As the table's, corrected as steps without prompts are."""
+        found = self.table.joined(batch, k)
+        if found is None:
+            return None
+        scale = self.of(batch, found.k) / self._step(batch, found.k, None)
+        return found._replace(seconds=scale * found.seconds)
 
     def scale(self, batch: int) -> float:
         """What the table's seconds take now. What plain steps took beyond them when they were confirmed is the host's

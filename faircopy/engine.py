@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from faircopy.costs import CostTable, Curve
@@ -139,7 +140,10 @@ class Engine:
             Curve(tuple(sorted(passes.times.items())) if passes is not None else (), stepped=True)
             for passes in (self.target.passes, self.drafter.passes)
         )
-        table = CostTable(target, draft, {} if self.captured is None else dict(self.captured.graphs.times))
+        table = CostTable(target, draft)
+        if self.captured is not None:
+            graphs = self.captured.graphs
+            table = replace(table, steps=dict(graphs.times), joining=graphs.joining_costs)
         return table.with_head(self.drafter.layers / max(1, len(self.target.model.layers)))
 
     @property

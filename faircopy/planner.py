@@ -39,7 +39,25 @@ HOPELESS = 4  # drafts without an accepted token that end it
 TRIED = 8  # sequences that get drafts in it
 GOOD = 0.9  # acceptance of a good drafter
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
+JOINING_FADE = 0.98  # of steps in which sequences join, with every step
 PATIENCE = 64  # choices after which a trial that has not come about is given up
+
+
+@dataclass(slots=True)
+class JoiningSteps:
+    """How often captured steps read prompts: longer drafts write more tokens in a step, so that more of them do."""
+
+    steps: float = 0.0  # old ones fade
+    tokens: float = 0.0
+
+    def observe(self, step: FinishedStep) -> None:
+        written = sum(len(decision.tokens) for decision in step.verdict.decisions)
+        self.steps = JOINING_FADE * self.steps + (step.prompt_rows > 0)
+        self.tokens = JOINING_FADE * self.tokens + written
+
+    @property
+    def per_token(self) -> float:
+        return self.steps / self.tokens if self.tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -131,7 +149,7 @@ class AutoLength(DraftLengths):
         self._last_look = -HOLD_OFF  # rates were compared,
         self._last_drafts = 0  # drafts were wanted,
         self._last_trial, self._wait = 0, SOON  # a trial began,
-        self.ledger = Ledger()
+        self.ledger, self._joining = Ledger(), JoiningSteps()
         self._trial: Trial | None = None
         self._drafts = 0  # that were verified, by this engine
         self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
@@ -207,6 +225,8 @@ class AutoLength(DraftLengths):
             self.costs.count_unmeasured()
             self.ledger.book(0.0, seconds)
             return
+        if step.captured:
+            self._joining.observe(step)
         draft, batch, k = step.draft, len(step.batch), 0
         if any(step.batch.max_nodes):
             # in a step that reads a prompt, drafters may just read, too
@@ -489,11 +509,22 @@ class AutoLength(DraftLengths):
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
         most = self._max_k if self._drafts else TRIAL_K
         lengths = [k for k in self.lengths if k <= most]
-        rates = {k: (batch + self._gain(survivals, k)) / self._seconds(batch, k) for k in lengths}
+        rates = {k: self._rate(survivals, k) for k in lengths}
         best = max(rates, key=rates.__getitem__)
         self._update_marginal_costs(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
         return best, rates[best], rates.get(self.k, rates[0])
+
+    def _rate(self, survivals: list[list[float]], k: int) -> float:
+        """Tokens per second, while sequences join as often as of late: those steps may have fewer draft tokens, and
+        rows of prompts beside more of them may cost more."""
+        batch, joined = self._batch, self.costs.joined(self._batch, k)
+        alone = (batch + self._gain(survivals, k)) / self._seconds(batch, k)
+        if joined is None or not self._joining.steps:
+            return alone
+        written = batch + self._gain(survivals, joined.k)
+        share = min(1.0, self._joining.per_token * written)  # of the tokens, that those steps write
+        return 1.0 / ((1.0 - share) / alone + share * joined.seconds / written)
 
     def _seconds(self, batch: int, k: int) -> float:
         """What a step is likely to take: where no draft is found, as n-gram lookups often do not, nothing is paid."""

@@ -17,8 +17,7 @@ from faircopy.model.base import Model
 from faircopy.papers.dense import AlignedLayout, DenseLayout, SharedLayout
 from faircopy.papers.policies import SameLength, WholeBatches
 from faircopy.papers.row_tables import RowTables
-from faircopy.policy import FirstCome, Policy
-from faircopy.types import Sequence
+from faircopy.policy import FirstCome, JoinRule, Policy
 
 if TYPE_CHECKING:
     from faircopy.kernels.gpu.suite import Suite
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 MakeLayout = Callable[[BlockTables, Model, EngineConfig, bool, "Suite | None"], Layout]
 
 
-GROUPS = 8  # a full queue's sequences join when one in this many places is free,
-SMALL_GROUPS = 32  # and where captured steps read their prompts one in this many
+GROUPS = 8  # where captured steps have to stop, a full queue's sequences join when one in this many places is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,17 @@ class Strategy:
         held = tables.paged() if isinstance(tables, RowTables) else tables
         return _paged(held, head, config, True, suite)
 
-    def policy(self, config: EngineConfig, interrupts: Callable[[Sequence], bool] | None = None) -> Policy:
-        """interrupts: whether captured steps have to stop for a new sequence, so that those of a full queue join in
+    def policy(self, config: EngineConfig, joins: JoinRule | None = None) -> Policy:
+        """joins: of captured steps, which take longer where sequences join, so that those of a full queue do so in
         groups; None: there are no captured steps."""
         if self.same_length:
             return SameLength(config.max_batch, config.window(), config.pool_sort)
         refills = self.refills if config.refill is None else config.refill
         if not refills:
             return WholeBatches(config.max_batch)
-        if interrupts is None:
+        if joins is None:
             return FirstCome(config.max_batch)
-        together, few = (max(1, config.max_batch // groups) for groups in (GROUPS, SMALL_GROUPS))
-        return FirstCome(config.max_batch, together, interrupts, few)
+        return FirstCome(config.max_batch, max(1, config.max_batch // GROUPS), joins)
 
 
 def _paged(

@@ -117,8 +117,8 @@ def choose_at_random(engine: Engine, source: random.Random) -> None:
 
 def serve(engine: Engine, config: EngineConfig, batch: int, requests: list[Request]) -> None:
     """`batch` texts at a time, the other requests wait."""
-    config, interrupts = replace(config, max_batch=batch), engine.captured and engine.captured.interrupts
-    engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, interrupts)
+    config = replace(config, max_batch=batch)
+    engine.scheduler.policy = STRATEGIES[config.strategy].policy(config, engine.captured)
     for request in requests:
         engine.add(request)
     while engine.busy:

@@ -83,27 +83,49 @@ def test_prompts_beside_running_texts_are_read_in_smaller_chunks() -> None:
     assert fed == [8, 16, 20]
 
 
-def test_those_that_interrupt_nothing_join_in_small_groups() -> None:
+class Joins:
+    """Captured steps that read prompts of up to 5 tokens, 24 in all, at these prices for up to 8 and 24."""
+
+    def __init__(self, few: float, many: float) -> None:
+        self._prices = few, many
+
+    def interrupts(self, seq: Sequence) -> bool:
+        return len(seq.tokens) > 5
+
+    def joining_price(self, slots: int, rows: int) -> float | None:
+        return self._prices[rows > 8] if rows <= 24 else None
+
+
+def decoding(seq: Sequence) -> int:
+    return len(seq.tokens) - 1
+
+
+def joined(policy: FirstCome, running: list[Sequence], waiting: list[Sequence]) -> int:
+    return len(policy.choose(running, waiting, decoding)) - len(running)
+
+
+def test_those_that_interrupt_nothing_join_when_that_costs_least() -> None:
+    """Many at a time where a longer step costs much, and where the places are soon free; one at a time where not."""
+    seqs = [Sequence(n, Request((1,) * 4), [1] * 4) for n in range(80)]
+    running, waiting = seqs[:32], seqs[32:]
+    for price, every, wanted in (((0.01, 1.0), 16, 1), ((0.2, 9.0), 2, 2), ((1.0, 1.1), 1, 6), ((0.4, 0.5), 1, 6)):
+        policy = FirstCome(32, 4, Joins(*price))
+        for n in range(100):  # one leaves in so many choices
+            policy.choose([seq for seq in running if n % every or seq is not running[n // every % 32]], [], decoding)
+        found = [joined(policy, running[free:], waiting) for free in range(1, 8)]
+        assert found == [0] * (wanted - 1) + [*range(wanted, 8)], (price, every)
+
+
+def test_those_that_interrupt_join_in_groups() -> None:
     long = [Sequence(n, Request((1,) * 9), [1] * 9) for n in range(20)]
-    short = [Sequence(n, Request((1,)), [1]) for n in range(20)]
-    policy = FirstCome(8, 4, lambda seq: len(seq.tokens) > 5, few=2)
-
-    def decoding(seq: Sequence) -> int:
-        return len(seq.tokens) - 1
-
-    for waiting, free, joined in ((long, 2, 0), (short, 2, 2), (short, 1, 0), (long, 4, 4)):
-        running = long[: 8 - free]
-        assert len(policy.choose(running, waiting[8:], decoding)) == len(running) + joined
+    policy = FirstCome(8, 4, Joins(0.0, 0.0))
+    assert [joined(policy, long[: 8 - free], long[8:]) for free in (2, 3, 4)] == [0, 0, 4]
 
 
 def test_a_full_queue_joins_in_groups() -> None:
     """While more wait than there are places, new ones wait for some places; with fewer they join at once."""
     policy = FirstCome(8, together=2)
     seqs = [Sequence(n, Request((1,)), [1, 2]) for n in range(20)]
-
-    def decoding(seq: Sequence) -> int:
-        return len(seq.tokens) - 1
-
     assert len(policy.choose([], seqs, decoding)) == 8
     assert [len(policy.choose(seqs[:7], seqs[8:], decoding)) for _ in range(MOST_HELD + 1)] == [7] * MOST_HELD + [8]
     assert len(policy.choose(seqs[:7], seqs[8:], decoding)) == 8, "asked again before it was let in"

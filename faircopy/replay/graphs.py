@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from faircopy.capture import CapturedDrafter, GraphState, SharedNodes, Work
+from faircopy.costs import Joining
 from faircopy.draft_length import Room
 from faircopy.kernels.gpu.launch import compiling_ahead
 from faircopy.kernels.gpu.logprobs import LogprobReport
@@ -36,6 +37,8 @@ FEW_READ = 128  # the same of a draft head's reading, which is a small share of 
 # Steps in which sequences join: rows of prompts, at least, beside those of the batch slots, and nodes per slot at most.
 JOINING = {40: 5, 160: 2}
 JOINING_BUCKETS = (8, 16, 32, 64, 128, 256)  # their batch slots: fewer sizes, since each is a graph more
+UNTIMED = 256  # rows of prompts that are taken to cost as much as a step, where steps were not timed
+LIKELY = 0.7  # acceptance that is assumed where two numbers of nodes are compared
 OWN_ROWS = 192  # of their batch slots at most, if that leaves a node for each: more would need larger tiles
 
 
@@ -73,6 +76,11 @@ def _nodes_beside(k: int, most: int, captured: Collection[int]) -> int:
     if k == 0 or not known:
         return min(k, most)
     return max((nodes for nodes in known if nodes <= min(k, most)), default=min(known))
+
+
+def likely_tokens(k: int) -> float:
+    """Tokens that a step of k nodes writes for each sequence, of a drafter of which nothing is known."""
+    return sum(LIKELY**place for place in range(k + 1))
 
 
 class StepGraphs:
@@ -121,6 +129,18 @@ class StepGraphs:
         return {key[:2]: set(step.captured_rows) for key, (_, step) in self._made.items() if key == GraphKey(*key[:2])}
 
     @property
+    def joining_costs(self) -> dict[tuple[int, int], Joining]:
+        """Nodes and seconds of warmed steps that read few rows of prompts, by batch slots and the nodes wanted."""
+        asked = {
+            (size, k): joining_key(size, k, 1, self._warmed) for size in self._joining_buckets for k in self._warmed
+        }
+        return {
+            kind: Joining(key.k, self.joining_times[key])
+            for kind, key in asked.items()
+            if key is not None and key in self.joining_times
+        }
+
+    @property
     def longest_joining(self) -> int:
         """Tokens of a text that a captured step reads, at most."""
         return max(JOINING, default=0)
@@ -129,16 +149,27 @@ class StepGraphs:
         """Drafts of k nodes run in a step of k, or once warmed in the smallest captured one that holds them."""
         return min((nodes for nodes in self._warmed if nodes >= k), default=k)
 
-    def joining(self, slots: int, k: int, rows: int) -> GraphKey | None:
-        """The graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows."""
-        return joining_key(bucket_for(slots, self._joining_buckets, ()), k, rows, self._warmed)
+    def joining(self, slots: int, k: int, rows: int, unread: int | None = None) -> GraphKey | None:
+        """The graph for this many batch slots and rows of prompts, where k nodes are wanted; None: too many rows.
+
+        unread: rows of a batch slot that the drafter has to read; None: as many as there may be.
+        """
+        found = joining_key(bucket_for(slots, self._joining_buckets, ()), k, rows, self._warmed)
+        return found if found is None or unread is None else self._reading(found, unread)
 
     def decoding(self, slots: int, k: int, unread: int) -> GraphKey:
-        """The graph for this many batch slots, in which sequences do not join. unread: rows of a batch slot that the
-        drafter has to read."""
-        size = self._bucket(slots, k)
-        few = self._few_unread(size, k)
-        return GraphKey(size, k, unread=0 if few is None or unread > few else few)
+        """The graph for this many batch slots, in which sequences do not join. unread: see joining."""
+        return self._reading(GraphKey(self._bucket(slots, k), k), unread)
+
+    def joining_price(self, slots: int, k: int, rows: int) -> float | None:
+        """How much longer a step of k nodes takes if it reads this many rows of prompts, in steps; None: there is no
+        such step."""
+        found = self.joining(slots, k, rows)
+        if found is None:
+            return None
+        taken, alone = self.joining_times.get(found, 0.0), self.times.get((self._bucket(slots, k), k), 0.0)
+        lost = 1.0 - likely_tokens(found.k) / likely_tokens(k)
+        return lost + (taken / alone - 1.0 if taken and alone else found.prompts / UNTIMED)
 
     def left_unread(self, size: int, k: int) -> int:
         """Rows per batch slot that a step of k nodes leaves unread at most: its last token, and a path of its draft."""
@@ -156,33 +187,37 @@ class StepGraphs:
 
     def time(self, key: GraphKey) -> float:
         """Seconds of a step with a text in every batch slot, and prompts in all rows for them, the best of three."""
-        return self._time(*self.get(key))
+        graph, step = self.get(key)
+        if not self._cuda:
+            return 0.0
+        with self.kept(graph):
+            self.pretend(graph)
+            return min(self._timed(step) for _ in range(3))
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""
         for nodes in self._sizes(lengths):
             for size in reversed(self.buckets):
-                graph, step = self.get(GraphKey(self._bucket(size, nodes), nodes))
-                step.warm()
-                few = self._few_unread(size, nodes)
-                if few is not None:
-                    graph, step = self.get(GraphKey(size, nodes, unread=few))  # most steps are of this kind
-                if isinstance(step, OneGraphStep):
-                    self.times[size, nodes] = self._time(graph, step)
+                keys = self._variants(GraphKey(self._bucket(size, nodes), nodes))
+                for key in keys:
+                    self.get(key)[1].warm()
+                if isinstance(self.get(keys[-1])[1], OneGraphStep):
+                    self.times[size, nodes] = self.time(keys[-1])
             self._warmed.append(nodes)
         for key in self._all_joining(lengths):
-            self.joining_times[key] = self.time(key)
+            for variant in self._variants(key):
+                self.get(variant)
+            self.joining_times[key] = self.time(variant)
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
         for nodes in self._sizes(lengths):
             for size in self.buckets:
-                self._make_step(self.make_state(GraphKey(size, nodes))).warm()
-                few = self._few_unread(size, nodes)
-                if few is not None:
-                    self._make_step(self.make_state(GraphKey(size, nodes, unread=few)))
-        for key in self._all_joining(lengths):
-            self._make_step(self.make_state(key))
+                for key in self._variants(GraphKey(size, nodes)):
+                    self._make_step(self.make_state(key)).warm()
+        for joining in self._all_joining(lengths):
+            for key in self._variants(joining):
+                self._make_step(self.make_state(key))
 
     def make_state(self, key: GraphKey) -> GraphState:
         """The tensors that a graph of this kind reads and writes."""
@@ -234,6 +269,16 @@ class StepGraphs:
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""
         return bucket_for(size, self.buckets, {key.size for key in self._made if key.k == k and not key.prompts})
+
+    def _variants(self, key: GraphKey) -> list[GraphKey]:
+        """The graphs for steps of this kind: the last one is that of most steps."""
+        few = self._few_unread(key.size, key.k)
+        return [key] if few is None else [key, key._replace(unread=few)]
+
+    def _reading(self, key: GraphKey, unread: int) -> GraphKey:
+        """The graph for steps of this kind in which the drafter has to read this many rows of a batch slot."""
+        few = self._few_unread(key.size, key.k)
+        return key if few is None or unread > few else key._replace(unread=few)
 
     def _few_unread(self, size: int, k: int) -> int | None:
         """Rows per batch slot that the drafter has to read behind a step of k nodes, if a graph of its own is made for
@@ -311,13 +356,6 @@ class StepGraphs:
             work()
         self._alive.append(work)
         return recording.replay
-
-    def _time(self, graph: GraphState, step: Step) -> float:
-        if not self._cuda:
-            return 0.0
-        with self.kept(graph):
-            self.pretend(graph)
-            return min(self._timed(step) for _ in range(3))
 
     def _timed(self, step: Step) -> float:
         torch.cuda.synchronize(self._model.device)

@@ -71,6 +71,7 @@ class CapturedRunner:
             pack_rows=pack_rows, room=room, pool=pool,
         )  # fmt: skip
         self._places: dict[Sequence, int] = {}  # batch slots of the step that was started last
+        self._k = 0  # nodes per batch slot of the last step in which no sequences joined
         self._unread = 0  # rows per batch slot that it leaves unread at most
         self._settings: Rows = {}  # of the sequences in batch slots
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -107,6 +108,11 @@ class CapturedRunner:
         None: there is none."""
         found = self.graphs.joining(slots, k, rows)
         return None if found is None else (found.k, found.prompts)
+
+    def joining_price(self, slots: int, rows: int) -> float | None:
+        """What it costs that a step reads this many rows of prompts, in steps of the kind that was started last; None:
+        there is no such step."""
+        return self.graphs.joining_price(slots, self._k, rows)
 
     def slots_behind(self, seqs: list[Sequence]) -> int:
         """Batch slots up to the highest one of a step of these sequences behind the one started last."""
@@ -151,6 +157,7 @@ class CapturedRunner:
         report.copy_(graph.out, non_blocking=True)
         if any(seq.params.logprobs is not None for seq in slots):
             logprobs.copy_(graph.logprobs)
+        self._k = self._k if joining else plan.k
         self._places, self._unread = slots, self.graphs.left_unread(graph.size, plan.k)
         return InFlightStep(
             plan, slots, graph, report, logprobs, self._host.mark(), rows, begun, None if after is None else after.done,
@@ -181,7 +188,7 @@ class CapturedRunner:
         if not joining:
             return self.graphs.get(self.graphs.decoding(slots, plan.k, unread))
         rows = sum(self.prompt_rows(seq, seq not in plan.batch.idle) or 0 for seq in joining)
-        found = self.graphs.joining(slots, plan.k, rows)
+        found = self.graphs.joining(slots, plan.k, rows, unread)
         assert found is not None and found.k == plan.k, "it was planned for a graph that there is"
         return self.graphs.get(found)
 

@@ -61,7 +61,10 @@ class SimulatedDevice:
         self.busy: dict[str, float] = {}  # seconds of the device by what it did
         self._ends: dict[int, float] = {}  # when captured steps in flight will have ended
         if engine.captured is not None:
-            engine.captured.graphs.times = dict(self._table.steps)
+            graphs = engine.captured.graphs
+            graphs.times = dict(self._table.steps)
+            graphs.joining_times = {key: self._joined(key.size, key.k, key.rows) for key in graphs.joining_times}
+            self._table = replace(self._table, joining=graphs.joining_costs)
         engine.draft_lengths.use(self._table)
         self._watch()
 
@@ -107,11 +110,14 @@ class SimulatedDevice:
 
     def _started(self, step: Any, *_: Any) -> None:
         size, k, joined = step.kind
-        seconds = self._table.step(size, k)
-        if joined:
-            seconds += self._table.target(step.rows) - self._table.target(step.graph.rows)
-            seconds += self._table.reading_beside(step.read, size)
+        seconds = self._joined(size, k, step.rows, step.read) if joined else self._table.step(size, k)
         self._ends[id(step)] = self._launch(f"captured k {k}", seconds)
+
+    def _joined(self, size: int, k: int, rows: int, read: int = 0) -> float:
+        """Seconds of a step with this many rows, those of prompts included, of which the drafter reads some."""
+        table = self._table
+        more = table.target(rows) - table.target(size * (k + 1))
+        return table.step(size, k) + more + table.reading_beside(read, size)
 
 
 def _steps(engine: Engine, table: CostTable) -> dict[tuple[int, int], float]:
