@@ -49,12 +49,13 @@ from faircopy.bench.shapes import SHAPES
 from faircopy.build import load_target
 from faircopy.config import EngineConfig
 from faircopy.costs import CostTable, Curve
-from faircopy.draft_length import LADDER
+from faircopy.draft_length import LADDER, DraftLengths
 from faircopy.drafters.base import Drafter, chains
 from faircopy.engine import Engine
 from faircopy.measured_costs import cost_table
 from faircopy.model.base import Model
 from faircopy.model.loader import load_tokenizer
+from faircopy.planner import AutoLength
 from faircopy.requests import RequestReader
 from faircopy.strategy import STRATEGIES
 from faircopy.train.llama import load_llama
@@ -317,8 +318,21 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "batch": batch, "drafter": drafter or "none", "k": k, **options,
                 **facts(llm, before, (rate, found), (base, texts)), "first_launches": first_launches()[known:],
                 **({} if args.paired else {"kinds": log.taken()}), "why": llm.explain()["draft_length"],
+                **learned(llm.engine.draft_lengths, batch),
             }  # fmt: skip
         del llm, log
+
+
+def learned(lengths: DraftLengths, batch: int) -> dict[str, Any]:
+    """What auto expects at the end: milliseconds of steps of a full batch by length, accepted shares and tokens."""
+    if not isinstance(lengths, AutoLength):
+        return {}
+    history = lengths.history
+    return {
+        "expected_ms": {k: round(1e3 * lengths.costs.of(batch, k), 3) for k in lengths.lengths},
+        "rates": [round(rate, 3) for rate in (history.rates if history else ())],
+        "trees": [[nodes, round(gain, 3)] for nodes, gain in (history.trees if history else ())],
+    }
 
 
 def facts(

@@ -46,7 +46,6 @@ class CapturedHead(CapturedDrafter):
         self.latest = self._states.most
         self._chains = chains if head.grows_trees else head.levels  # nodes up to which drafts are chains
         self.max_nodes = MAX_TREE_NODES if head.grows_trees else head.levels
-        self._vocabulary = _Vocabulary(head, num_slots if self._chains else 0)
 
     def tree_depth(self, k: int, room: int | None = None) -> int:
         return 0 if k <= self._chains else min(self._head.levels, k if room in (None, k) else shared_depth(k))
@@ -127,7 +126,7 @@ class CapturedHead(CapturedDrafter):
 
     def _growth(self, graph: GraphState) -> _ChainGrowth | _TreeGrowth:
         if graph.trees is None:
-            return _ChainGrowth(self._head, self._layout, self._rows_of, graph, self._vocabulary)
+            return _ChainGrowth(self._head, self._layout, self._rows_of, graph)
         return _TreeGrowth(self._head, self._layout, self._rows_of, graph)
 
 
@@ -201,29 +200,16 @@ def _accepted_rows(graph: GraphState, states: Tensor, most: int) -> Tensor:
     return rows.gather(1, taken[..., None].expand(-1, -1, rows.shape[-1]))
 
 
-class _Vocabulary:
-    """Room for the logits of all tokens, of a head that guesses some of them: the others stay at minus infinity."""
-
-    def __init__(self, head: Head, num_slots: int) -> None:
-        self._head, shape = head, (num_slots, head.vocab)
-        few = head.words is not None and num_slots
-        self._all = torch.full(shape, -torch.inf, dtype=head.dtype, device=head.device) if few else None
-
-    def over(self, logits: Tensor) -> Tensor:
-        """Logits [B, words] among those of all tokens [B, vocab]; used up before the next call."""
-        words = self._head.words
-        if self._all is None or words is None or logits.shape[-1] == self._head.vocab:
-            return logits.contiguous()
-        return self._all[: logits.shape[0]].index_copy_(1, words, logits.to(self._all.dtype))
+def _words(head: Head, logits: Tensor) -> Tensor | None:
+    """The token of each column, of a head that guesses some of the vocabulary; None: all."""
+    return head.words if logits.shape[-1] < head.vocab else None
 
 
 class _ChainGrowth:
     """The levels of one step's chains: a node's KV slot is that of its place in the chain."""
 
-    def __init__(
-        self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState, vocabulary: _Vocabulary
-    ) -> None:
-        self._head, self._rows_of, self._graph, self._vocabulary = head, rows_of, graph, vocabulary
+    def __init__(self, head: Head, layout: PagedLayout, rows_of: RowsOf, graph: GraphState) -> None:
+        self._head, self._rows_of, self._graph = head, rows_of, graph
         self._sampling = graph.row_sampling(graph.size)
         self._levels = min(head.levels, graph.k)
         self._deeper = [graph.node_rows(layout, node) for node in range(graph.k)] if head.deep else []
@@ -248,8 +234,8 @@ class _ChainGrowth:
         graph, inputs = self._graph, self._graph.inputs
         graph.suite.describe(graph.batch_slots, inputs, self._sampling, level=level)
         graph.suite.pick(
-            self._vocabulary.over(logits), inputs.temperatures[:, level], inputs.keys[:, level],
-            vocab=self._head.vocab, out=inputs.ids[:, level + 1], sampling=self._sampling,
+            logits.contiguous(), inputs.temperatures[:, level], inputs.keys[:, level], vocab=self._head.vocab,
+            out=inputs.ids[:, level + 1], sampling=self._sampling, words=_words(self._head, logits),
         )  # fmt: skip
 
 
@@ -306,7 +292,7 @@ class _TreeGrowth:
         """The best tokens of each row, or for a sampled request the one that its noise picks."""
         inputs, size, count = self._graph.inputs, self._graph.size, self._trees.num_offered
         temperatures, keys = inputs.temperatures[:, level], inputs.keys[:, level]
-        words = self._head.words if logits.shape[-1] < self._head.vocab else None
+        words = _words(self._head, logits)
         ids, scores = self._graph.suite.offer(
             logits.contiguous(), temperatures, keys, count, self._head.vocab, words=words
         )

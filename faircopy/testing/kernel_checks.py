@@ -67,6 +67,7 @@ def checks() -> Iterator[Check]:
     yield "pick: the same tokens", _pick
     yield "sampling: the same rows and tokens", sampling_checks.sampling
     yield "sampling: a row's threshold does not depend on its neighbours", sampling_checks.thresholds
+    yield "sampling: columns that are some of the tokens", sampling_checks.words
     yield "logprobs: the same tokens and values", sampling_checks.logprobs
     yield "logprobs: rows do not know where they lie", sampling_checks.logprobs_anywhere
     yield "step: the same state", _step

@@ -51,6 +51,26 @@ def thresholds(device: torch.device) -> float:
     return float(wrong)
 
 
+def words(device: torch.device) -> float:
+    """Logits of some tokens alone: what is chosen if all others are at minus infinity, with any parameters."""
+    wrong = 0
+    for count in (900, 8500):
+        kept = torch.randperm(VOCAB, generator=_seeded())[:count].to(device)
+        few = _logits(device, SLOTS * WIDTH)[:, :count].contiguous()
+        every = few.new_full((len(few), VOCAB), -torch.inf).index_copy_(1, kept, few)
+        temperatures = torch.tensor([0.8, 1.0, 0.0, 0.7, 30.0] * WIDTH, device=device)
+        keys = torch.tensor([rng.signed(rng.key(3, n)) for n in range(len(few))], device=device)
+        filters = [FILTERS[n % len(FILTERS)] for n in range(len(few))]
+        batch, inputs, of = _scene(device)
+        described = sampler.RowSampling.empty(of, SLOTS * WIDTH, WIDTH - 1)
+        sampler.describe(batch, inputs, described)
+        for rows in (described, sampler.filter_rows(filters, VOCAB, device), None):
+            wanted = pick.pick(every, temperatures, keys, sampling=rows)
+            wrong += not torch.equal(wanted, pick.pick(few, temperatures, keys, VOCAB, sampling=rows, words=kept))
+            wrong += not torch.equal(wanted, pick.pick_twin(few, temperatures, keys, VOCAB, sampling=rows, words=kept))
+    return float(wrong)
+
+
 def logprobs(device: torch.device) -> float:
     logits = _logits(device, 6)
     chosen = torch.tensor([1, 2, 3, 8999, 5, 6], dtype=torch.int32, device=device)

@@ -18,6 +18,8 @@ from faircopy.kernels.gpu.sampler import (
     RowSampling,
     adjusted,
     adjusted_twin,
+    column_tokens,
+    columns_and_tokens,
     filter_rows,
     kept_twin,
     restrict,
@@ -58,18 +60,20 @@ def mix(value):
 @launched
 @triton.jit(do_not_specialize=["apart"])
 def _scan(
-    logits, temperatures, keys, values, tokens, slots, asks, settings, counts, bias, path, bans, score, last,
-    V, stride, apart, chunks, wide,
-    K: tl.constexpr, SAMPLED: tl.constexpr, STRICT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, keys, values, tokens, words, slots, asks, settings, counts, bias, path, bans, score, last,
+    size, V, stride, apart, chunks, wide,
+    K: tl.constexpr, SAMPLED: tl.constexpr, STRICT: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of one chunk of one row; -1 for a chunk that is not finite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    at = column_tokens(words, column, size, V, WORDS)
     begin(PDL)
-    x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
     bad = (x != x) | (x == float("inf"))
     if STRICT:
-        bad |= (x == float("-inf")) & (at < V)
+        bad |= (x == float("-inf")) & (column < size)
     wrong = tl.max(bad.to(tl.int32), 0)
     temperature = tl.load(temperatures + row * apart)
     if SAMPLED:
@@ -109,15 +113,17 @@ def pick(
     out: Tensor | None = None,
     strict: bool = False,
     sampling: RowSampling | None = None,
+    words: Tensor | None = None,
 ) -> Tensor:
     """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN in a row that
     is not finite or has no token left.
 
     vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
     temperatures, keys and out may be columns of tables, of one width. sampling: parameters of the rows, described
-    before (sampler.describe); None: there are none beside the temperature.
+    before (sampler.describe); None: there are none beside the temperature. words [V]: the token of each column, below
+    vocab; None: column t is token t.
     """
-    rows, size = logits.shape[0], min(vocab or logits.shape[1], logits.shape[1])
+    rows, (size, most) = logits.shape[0], columns_and_tokens(logits, vocab, words)
     chunks = -(-size // CHUNK)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
@@ -127,13 +133,14 @@ def pick(
     given: tuple[Tensor | None, ...] = (None,) * 9
     wide, nodes = 0, 1
     if sampling is not None:
-        restrict(logits, temperatures, sampling, vocab)
+        restrict(logits, temperatures, sampling, vocab, words)
         of, wide, nodes = sampling.of, sampling.of.counts.stride(0), sampling.path.shape[1]
         given = (sampling.slots, sampling.asks, of.settings, of.counts, of.bias, sampling.path, sampling.bans,
                  sampling.score, sampling.last)  # fmt: skip
     _scan[(rows, chunks)](
-        logits, temperatures, keys, values, tokens, *given, size, logits.stride(0), keys.stride(0), chunks, wide,
-        K=nodes, SAMPLED=sampling is not None, STRICT=strict, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False, **extra,
+        logits, temperatures, keys, values, tokens, words, *given, size, most, logits.stride(0), keys.stride(0), chunks,
+        wide, K=nodes, SAMPLED=sampling is not None, STRICT=strict, WORDS=words is not None, CHUNK=CHUNK, num_warps=8,
+        enable_fp_fusion=False, **extra,
     )  # fmt: skip
     _best[(rows,)](
         values, tokens, out, out.stride(0), chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **extra
@@ -157,7 +164,11 @@ def pick_twin(
     out: Tensor | None = None,
     strict: bool = False,
     sampling: RowSampling | None = None,
+    words: Tensor | None = None,
 ) -> Tensor:
+    if words is not None:
+        few, (_, vocab) = logits, columns_and_tokens(logits, vocab, words)
+        logits = few.new_full((len(few), vocab), -torch.inf).index_copy_(1, words.long(), few)
     x = logits[:, : vocab or logits.shape[1]].float()
     broken = ((x != x) | (x == torch.inf) | ((x == -torch.inf) & strict)).any(-1)
     if sampling is not None:

@@ -38,6 +38,7 @@ from faircopy.kernels.gpu.state import BatchSlots, StepInputs
 from faircopy.kernels.transfer import sent
 
 CHUNK = 4096
+SPLITS = 8  # programs that share a row's chunks: of a row that asks for no filters each ends at once
 GROUPS = 64  # of a chunk, whose maxima bound the k-th best score from below
 CANDIDATES = 4096  # scores a program holds; a row with more is searched chunk by chunk
 
@@ -174,6 +175,15 @@ def _describe(
 
 
 @triton.jit
+def column_tokens(words, at, size, V, WORDS: tl.constexpr):
+    """The tokens of these columns, V behind the last one. WORDS: they are listed; else column t is token t."""
+    token = at
+    if WORDS:
+        token = tl.load(words + at, mask=at < size, other=V).to(tl.int32)
+    return token
+
+
+@triton.jit
 def adjusted(
     x, at, V, row, asked, slots, settings, counts, bias, path, bans, wide, K: tl.constexpr,
 ):  # fmt: skip
@@ -243,19 +253,21 @@ def _filter_of(row, slots, settings):
 @launched
 @triton.jit(do_not_specialize=["apart"])
 def _survey(
-    logits, temperatures, maxima, slots, asks, settings, counts, bias, path, bans, V, stride, apart, chunks, wide,
-    K: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, maxima, words, slots, asks, settings, counts, bias, path, bans, size, V, stride, apart,
+    chunks, wide, K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the maxima of the chunk's groups."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (row, part): the maxima of the groups of its chunks, which lie as far apart as there are parts."""
+    row = tl.program_id(0).to(tl.int64)
     begin(PDL)
     asked = tl.load(asks + row)
     if ((asked & _FILTERS) != 0) & (tl.load(temperatures + row * apart) > 0.0):
-        at = chunk * _CHUNK + tl.arange(0, _CHUNK)
-        x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        x = adjusted(x, at, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
-        tops = tl.max(tl.reshape(x, (_GROUPS, _CHUNK // _GROUPS)), 1)
-        tl.store(maxima + (row * chunks + chunk) * _GROUPS + tl.arange(0, _GROUPS), tops)
+        for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+            at = chunk * _CHUNK + tl.arange(0, _CHUNK)
+            x = tl.load(logits + row * stride + at, mask=at < size, other=float("-inf")).to(tl.float32)
+            token = column_tokens(words, at, size, V, WORDS)
+            x = adjusted(x, token, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
+            tops = tl.max(tl.reshape(x, (_GROUPS, _CHUNK // _GROUPS)), 1)
+            tl.store(maxima + (row * chunks + chunk) * _GROUPS + tl.arange(0, _GROUPS), tops)
 
 
 @triton.jit
@@ -295,35 +307,37 @@ def _cut(
 @launched
 @triton.jit(do_not_specialize=["apart"])
 def _gather(
-    logits, temperatures, top, cut, total, count, found, tokens, slots, asks, settings, counts, bias, path, bans,
-    V, stride, apart, wide, K: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, top, cut, total, count, found, tokens, words, slots, asks, settings, counts, bias, path, bans,
+    size, V, stride, apart, chunks, wide, K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): its mass, and its scores that are not below the cut."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (row, part): of its chunks the mass, and the scores that are not below the cut."""
+    row = tl.program_id(0).to(tl.int64)
     begin(PDL)
     asked = tl.load(asks + row)
     if ((asked & _FILTERS) != 0) & (tl.load(temperatures + row * apart) > 0.0):
         top_k, share, line = _filter_of(row, slots, settings)
         if (top_k > 0) | (share < _OFF):
-            at = chunk * _CHUNK + tl.arange(0, _CHUNK)
-            x = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            x = adjusted(x, at, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
-            if top_k == 0:
-                weights = tl.where(at < V, _mass(x, tl.load(top + row), _number(line, _STEPS)), 0)
-                tl.atomic_add(total + row, tl.sum(weights, 0))
-            keep = (at < V) & (x >= tl.load(cut + row))
-            many = tl.sum(keep.to(tl.int32), 0)
-            if many > 0:
-                place = tl.atomic_add(count + row, many) + tl.cumsum(keep.to(tl.int32), 0) - 1
-                fits = keep & (place < _CANDIDATES)
-                tl.store(found + row * _CANDIDATES + place, x, mask=fits)
-                tl.store(tokens + row * _CANDIDATES + place, at, mask=fits)
+            for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+                at = chunk * _CHUNK + tl.arange(0, _CHUNK)
+                x = tl.load(logits + row * stride + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                token = column_tokens(words, at, size, V, WORDS)
+                x = adjusted(x, token, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
+                if top_k == 0:
+                    weights = tl.where(at < size, _mass(x, tl.load(top + row), _number(line, _STEPS)), 0)
+                    tl.atomic_add(total + row, tl.sum(weights, 0))
+                keep = (at < size) & (x >= tl.load(cut + row))
+                many = tl.sum(keep.to(tl.int32), 0)
+                if many > 0:
+                    place = tl.atomic_add(count + row, many) + tl.cumsum(keep.to(tl.int32), 0) - 1
+                    fits = keep & (place < _CANDIDATES)
+                    tl.store(found + row * _CANDIDATES + place, x, mask=fits)
+                    tl.store(tokens + row * _CANDIDATES + place, token, mask=fits)
 
 
 @triton.jit
 def _weigh(
     source, tokens, least, before, best, steps, V, size, row, asked, slots, settings, counts, bias, path, bans, wide,
-    K: tl.constexpr, FEW: tl.constexpr,
+    K: tl.constexpr, FEW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """How many scores are at or above `least`, of tokens before `before`, and their mass."""
     many, heavy = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
@@ -334,7 +348,8 @@ def _weigh(
         if FEW:
             token = tl.load(tokens + at, mask=at < size, other=0)
         else:
-            x = adjusted(x, at, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
+            token = column_tokens(tokens, at, size, V, WORDS)
+            x = adjusted(x, token, V, row, asked, slots, settings, counts, bias, path, bans, wide, K) + 0.0
         inside = (at < size) & (_ordered(x) >= least) & (token < before)
         many += tl.sum(inside.to(tl.int32), 0)
         heavy += tl.sum(tl.where(inside, _mass(x, best, steps), 0), 0)
@@ -344,7 +359,7 @@ def _weigh(
 @triton.jit
 def _search(
     source, tokens, best, cut, everything, V, size, row, asked, slots, settings, counts, bias, path, bans, wide,
-    K: tl.constexpr, FEW: tl.constexpr,
+    K: tl.constexpr, FEW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The threshold of top-k and top-p and its last token, from the scores at `source`."""
     top_k, share, line = _filter_of(row, slots, settings)
@@ -360,7 +375,7 @@ def _search(
             trial = floor | (tl.full((), 1, tl.int64) << (bits - 1 - bit))
             many, heavy = _weigh(
                 source, tokens, trial, V, best, steps, V, size, row, asked,
-                slots, settings, counts, bias, path, bans, wide, K, FEW,
+                slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
             )  # fmt: skip
             floor = tl.where(many >= top_k, trial, floor)
     least, end = floor, V
@@ -368,7 +383,7 @@ def _search(
         if top_k > 0:
             many, everything = _weigh(
                 source, tokens, floor, V, best, steps, V, size, row, asked,
-                slots, settings, counts, bias, path, bans, wide, K, FEW,
+                slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
             )  # fmt: skip
         wanted = _wanted(everything, share)
         least = (high >> bits) << bits
@@ -376,16 +391,16 @@ def _search(
             trial = least | (tl.full((), 1, tl.int64) << (bits - 1 - bit))
             many, heavy = _weigh(
                 source, tokens, tl.maximum(trial, floor), V, best, steps, V, size, row, asked,
-                slots, settings, counts, bias, path, bans, wide, K, FEW,
+                slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
             )  # fmt: skip
             least = tl.where(heavy >= wanted, trial, least)
         upto, heavy = _weigh(
             source, tokens, least, V, best, steps, V, size, row, asked,
-            slots, settings, counts, bias, path, bans, wide, K, FEW,
+            slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
         )  # fmt: skip
         more, above = _weigh(
             source, tokens, least + 1, V, best, steps, V, size, row, asked,
-            slots, settings, counts, bias, path, bans, wide, K, FEW,
+            slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
         )  # fmt: skip
         each = tl.maximum(_mass(_score(least), best, steps), 1)
         needed = (wanted - above + each - 1) // each
@@ -395,11 +410,11 @@ def _search(
                 trial_end = end | (1 << (19 - bit))
                 low, heavy = _weigh(
                     source, tokens, least, trial_end, best, steps, V, size, row, asked,
-                    slots, settings, counts, bias, path, bans, wide, K, FEW,
+                    slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
                 )  # fmt: skip
                 lower, heavy = _weigh(
                     source, tokens, least + 1, trial_end, best, steps, V, size, row, asked,
-                    slots, settings, counts, bias, path, bans, wide, K, FEW,
+                    slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
                 )  # fmt: skip
                 end = tl.where(low - lower < needed, trial_end, end)
     return least, end
@@ -408,8 +423,9 @@ def _search(
 @launched
 @triton.jit(do_not_specialize=["apart"])
 def _threshold(
-    logits, temperatures, top, cut, total, count, found, tokens, slots, asks, settings, counts, bias, path, bans,
-    score, last, V, stride, apart, wide, K: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, top, cut, total, count, found, tokens, words, slots, asks, settings, counts, bias, path, bans,
+    score, last, columns, V, stride, apart, wide,
+    K: tl.constexpr, FEW: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program row: its threshold, from its candidates if they fit (FEW), else from all its scores."""
     row = tl.program_id(0).to(tl.int64)
@@ -422,13 +438,15 @@ def _threshold(
             limit, end = tl.full((), float("-inf"), tl.float32), V
             if ((top_k > 0) & (top_k < V)) | (share < _OFF):
                 source = found + row * _CANDIDATES
+                names = tokens + row * _CANDIDATES
                 size = many
                 if not FEW:
                     source = logits + row * stride
-                    size = V
+                    names = words
+                    size = columns
                 least, end = _search(
-                    source, tokens + row * _CANDIDATES, best, tl.load(cut + row), tl.load(total + row), V, size, row,
-                    asked, slots, settings, counts, bias, path, bans, wide, K, FEW,
+                    source, names, best, tl.load(cut + row), tl.load(total + row), V, size, row,
+                    asked, slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
                 )  # fmt: skip
                 limit = _score(least)
             lowest = best + _number(line, _BELOW)
@@ -459,10 +477,12 @@ def describe(
     )  # fmt: skip
 
 
-def restrict(logits: Tensor, temperatures: Tensor, rows: RowSampling, vocab: int | None = None) -> None:
-    """Find the threshold of every row that asks for filters and draws."""
+def restrict(
+    logits: Tensor, temperatures: Tensor, rows: RowSampling, vocab: int | None = None, words: Tensor | None = None
+) -> None:
+    """Find the threshold of every row that asks for filters and draws. words: see pick.pick."""
     (count, _), device, of = logits.shape, logits.device, rows.of
-    size = min(vocab or logits.shape[1], logits.shape[1])
+    size, most = columns_and_tokens(logits, vocab, words)
     chunks = -(-size // CHUNK)
 
     def table(kind: torch.dtype, *shape: int) -> Tensor:
@@ -472,22 +492,33 @@ def restrict(logits: Tensor, temperatures: Tensor, rows: RowSampling, vocab: int
     tokens, many = table(torch.int32, count, CANDIDATES), table(torch.int32, count)
     top, cut, total = table(torch.float32, count), table(torch.float32, count), table(torch.int64, count)
     adjusting = (rows.slots, rows.asks, of.settings, of.counts, of.bias, rows.path, rows.bans)
-    numbers = (size, logits.stride(0), temperatures.stride(0))
+    numbers, nodes = (size, most, logits.stride(0), temperatures.stride(0)), rows.path.shape[1]
     wide, extra = of.counts.stride(0), {"num_warps": 8, "enable_fp_fusion": False, **options(device)}
-    nodes = rows.path.shape[1]
-    _survey[(count, chunks)](logits, temperatures, maxima, *adjusting, *numbers, chunks, wide, K=nodes, **extra)
+    named, programs = {"K": nodes, "WORDS": words is not None}, (count, min(chunks, SPLITS))
+    _survey[programs](logits, temperatures, maxima, words, *adjusting, *numbers, chunks, wide, **named, **extra)
     _cut[(count,)](
         temperatures, maxima, *adjusting[:3], top, cut, total, many, temperatures.stride(0), chunks * GROUPS,
         BLOCK=power(chunks * GROUPS), **extra,
     )  # fmt: skip
-    _gather[(count, chunks)](
-        logits, temperatures, top, cut, total, many, found, tokens, *adjusting, *numbers, wide, K=nodes, **extra
-    )
+    _gather[programs](
+        logits, temperatures, top, cut, total, many, found, tokens, words, *adjusting, *numbers, chunks, wide,
+        **named, **extra,
+    )  # fmt: skip
     for few in (True, False):
         _threshold[(count,)](
-            logits, temperatures, top, cut, total, many, found, tokens, *adjusting, rows.score, rows.last, *numbers,
-            wide, K=nodes, FEW=few, **extra,
+            logits, temperatures, top, cut, total, many, found, tokens, words, *adjusting, rows.score, rows.last,
+            *numbers, wide, FEW=few, **named, **extra,
         )  # fmt: skip
+
+
+def columns_and_tokens(logits: Tensor, vocab: int | None, words: Tensor | None) -> tuple[int, int]:
+    """Columns of logits that are looked at, and the number that their tokens lie below."""
+    columns = logits.shape[1]
+    if words is None:
+        columns = min(vocab or columns, columns)
+        return columns, columns
+    assert vocab is not None and len(words) == columns, "each column is a word of a vocabulary"
+    return columns, vocab
 
 
 @launched

@@ -47,6 +47,7 @@ class Pick(Protocol):
         out: Tensor | None = None,
         strict: bool = False,
         sampling: RowSampling | None = None,
+        words: Tensor | None = None,
     ) -> Tensor: ...
 
 
