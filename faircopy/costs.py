@@ -250,7 +250,7 @@ class StepCosts:
     def observe(self, batch: int, k: int, rows: int, seconds: float) -> None:
         cell = self._cells.get((bucket(batch), k))
         if cell is None:
-            cell = self._cells[bucket(batch), k] = _Cell(doubted_since=None if k else self._steps)
+            cell = self._cells[bucket(batch), k] = self._new_cell(batch, k)
         self._steps += 1
         cell.count += 1
         expected, seconds = self._step(batch, k, rows), max(SHORTEST, seconds)
@@ -273,6 +273,12 @@ class StepCosts:
             cell.doubt(self._steps)
             if not cell.host and cell.doubted_since is None and len(cell.first) >= REFERENCE:
                 cell.host = max(1.0, self._level * cell.factor)
+
+    def _new_cell(self, batch: int, k: int) -> _Cell:
+        """Of plain steps one that is to be confirmed; where a table has timed whole steps, if it says otherwise."""
+        if k:
+            return _Cell()
+        return _Cell(before=1.0) if self.table.captured(batch, 0) else _Cell(doubted_since=self._steps)
 
     def _doubt_plain(self, batch: int, drafted: float) -> None:
         """Plain steps were measured in a slow moment if they seem to take longer than drafted ones."""
