@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -78,6 +79,7 @@ class Joining(NamedTuple):
     """A captured step that reads prompts of sequences which join."""
 
     k: int  # nodes per batch slot, which may be fewer than are wanted
+    rows: int  # of prompts, for which it has room
     seconds: float
 
 
@@ -91,7 +93,7 @@ class CostTable:
     measured: bool = True
     head: Curve = Curve()  # of a draft head's layers over rows of text
     drafts: Mapping[int, Curve] = field(default_factory=dict)  # of a head's drafts by nodes: over sequences, not rows
-    joining: Mapping[tuple[int, int], Joining] = field(default_factory=dict)  # (batch slots, k wanted), captured
+    joining: Mapping[tuple[int, int], Seq[Joining]] = field(default_factory=dict)  # (batch slots, k wanted), captured
 
     def step(self, batch: int, k: int, rows: int | None = None) -> float:
         """Seconds of a step with drafts of k tokens; rows: what the target verifies, if not (k + 1) per sequence."""
@@ -100,10 +102,10 @@ class CostTable:
             return max(SHORTEST, self.steps[min(fitting)])
         return max(SHORTEST, self.target(batch * (k + 1) if rows is None else rows) + self._drafting(batch, k))
 
-    def joined(self, batch: int, k: int) -> Joining | None:
-        """The step in which sequences join where k nodes are wanted; None: it was not measured."""
+    def joined(self, batch: int, k: int) -> Seq[Joining]:
+        """The steps in which sequences join where k nodes are wanted, as far as they were measured."""
         fitting = [(size, nodes) for size, nodes in self.joining if size >= batch and nodes >= k]
-        return self.joining[min(fitting)] if fitting else None
+        return self.joining[min(fitting)] if fitting else ()
 
     def adds(self, batch: int, k: int, drafted: int) -> float:
         """Seconds that drafts of k tokens for this many sequences add to a plain step of a batch."""
@@ -351,13 +353,12 @@ class StepCosts:
             drafted = self._step(batch, k, rows) * self._factor(size, k)
         return level * plain, level * max(plain, drafted)
 
-    def joined(self, batch: int, k: int) -> Joining | None:
+    def joined(self, batch: int, k: int) -> list[Joining]:
         """As the table's, corrected as steps without prompts are."""
-        found = self.table.joined(batch, k)
-        if found is None:
-            return None
-        scale = self.of(batch, found.k) / self._step(batch, found.k, None)
-        return found._replace(seconds=scale * found.seconds)
+        return [
+            kind._replace(seconds=kind.seconds * self.of(batch, kind.k) / self._step(batch, kind.k, None))
+            for kind in self.table.joined(batch, k)
+        ]
 
     def scale(self, batch: int) -> float:
         """What the table's seconds take now. What plain steps took beyond them when they were confirmed is the host's

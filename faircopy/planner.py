@@ -39,25 +39,27 @@ HOPELESS = 4  # drafts without an accepted token that end it
 TRIED = 8  # sequences that get drafts in it
 GOOD = 0.9  # acceptance of a good drafter
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
+HOPEFUL = 1.05  # what a length may be better than it seems, as long as it was not tried
+FILLED = 0.75  # share of a step's rows for prompts that are filled where sequences join
 JOINING_FADE = 0.98  # of steps in which sequences join, with every step
 PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 
 @dataclass(slots=True)
-class JoiningSteps:
-    """How often captured steps read prompts: longer drafts write more tokens in a step, so that more of them do."""
+class JoiningPrompts:
+    """How much captured steps read of prompts: longer drafts write more tokens in a step, and so end more texts."""
 
-    steps: float = 0.0  # old ones fade
+    rows: float = 0.0  # old ones fade
     tokens: float = 0.0
 
     def observe(self, step: FinishedStep) -> None:
         written = sum(len(decision.tokens) for decision in step.verdict.decisions)
-        self.steps = JOINING_FADE * self.steps + (step.prompt_rows > 0)
+        self.rows = JOINING_FADE * self.rows + step.prompt_rows
         self.tokens = JOINING_FADE * self.tokens + written
 
     @property
     def per_token(self) -> float:
-        return self.steps / self.tokens if self.tokens else 0.0
+        return self.rows / self.tokens if self.tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ class AutoLength(DraftLengths):
         self._last_look = -HOLD_OFF  # rates were compared,
         self._last_drafts = 0  # drafts were wanted,
         self._last_trial, self._wait = 0, SOON  # a trial began,
-        self.ledger, self._joining = Ledger(), JoiningSteps()
+        self.ledger, self._joining = Ledger(), JoiningPrompts()
         self._trial: Trial | None = None
         self._drafts = 0  # that were verified, by this engine
         self._first_asked: dict[tuple[int, int], int] = {}  # first steps without a table, by size of the batch and k
@@ -509,22 +511,36 @@ class AutoLength(DraftLengths):
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
         most = self._max_k if self._drafts else TRIAL_K
         lengths = [k for k in self.lengths if k <= most]
-        rates = {k: self._rate(survivals, k) for k in lengths}
+        rates = self._with_hope({k: self._rate(survivals, k) for k in lengths})
         best = max(rates, key=rates.__getitem__)
         self._update_marginal_costs(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
         return best, rates[best], rates.get(self.k, rates[0])
 
+    def _with_hope(self, rates: dict[int, float]) -> dict[int, float]:
+        """Lengths that no step of this size of batches has had may be a little better than they seem, if drafts pay at
+        all: costs of other lengths tell only about what they take.
+
+        Where long drafts are trees, which have such hope for what they bring, shorter ones alone.
+        """
+        if not self.k:
+            return rates
+        most = self.k if self._chains or self._has_trees else self._max_k
+        untried = {k for k in rates if 0 < k <= most and not self.costs.tried(self._batch, k)}
+        return {k: rate * (HOPEFUL if k in untried and rate > rates[0] else 1.0) for k, rate in rates.items()}
+
     def _rate(self, survivals: list[list[float]], k: int) -> float:
-        """Tokens per second, while sequences join as often as of late: those steps may have fewer draft tokens, and
-        rows of prompts beside more of them may cost more."""
-        batch, joined = self._batch, self.costs.joined(self._batch, k)
-        alone = (batch + self._gain(survivals, k)) / self._seconds(batch, k)
-        if joined is None or not self._joining.steps:
-            return alone
-        written = batch + self._gain(survivals, joined.k)
-        share = min(1.0, self._joining.per_token * written)  # of the tokens, that those steps write
-        return 1.0 / ((1.0 - share) / alone + share * joined.seconds / written)
+        """Tokens per second, while as many prompts are read beside them as of late: steps in which sequences join take
+        longer, and may have fewer draft tokens."""
+        batch = self._batch
+        token = self._seconds(batch, k) / (batch + self._gain(survivals, k))
+        rows = self._joining.per_token
+        if rows:
+            kinds = self.costs.joined(batch, k)
+            beyond = [(kind, kind.seconds - token * (batch + self._gain(survivals, kind.k))) for kind in kinds]
+            row = min((seconds / (FILLED * kind.rows) for kind, seconds in beyond), default=0.0)
+            token += rows * max(0.0, row)
+        return 1.0 / token
 
     def _seconds(self, batch: int, k: int) -> float:
         """What a step is likely to take: where no draft is found, as n-gram lookups often do not, nothing is paid."""

@@ -19,7 +19,7 @@ from faircopy.acceptance_rates import Acceptance, TreeGains
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
-from faircopy.costs import REFERENCE, STALE, STALE_NEW, CostTable, Curve, StepCosts, bucket
+from faircopy.costs import REFERENCE, STALE, STALE_NEW, CostTable, Curve, Joining, StepCosts, bucket
 from faircopy.draft_length import AUTO_MAX, AUTO_ROWS, LADDER, DraftLengths, auto_tree_nodes
 from faircopy.drafters.base import Drafter
 from faircopy.measured_acceptance import History
@@ -906,3 +906,54 @@ def test_hidden_states_are_left_out_for_drafters_that_can_do_without(skips: bool
     while engine.busy:
         engine.step()
     assert seen == [1, 1, 1]
+
+
+def captured_table(joining: float) -> CostTable:
+    """Steps that read prompts take this much longer with 3 nodes and more, and no longer with 2."""
+    steps = {(size, k): 1.0 + 0.1 * k for size in (8, 16) for k in (0, 1, 2, 3, 5, 8)}
+    kinds = {k: [Joining(min(k, 5), 32, steps[8, min(k, 5)] + joining * (k > 2))] for k in (0, 1, 2, 3, 5, 8)}
+    return CostTable(Curve(((16, 1.0),), True), steps=steps, joining={(8, k): kind for k, kind in kinds.items()})
+
+
+@pytest.mark.parametrize(("joining", "prompts", "short"), [(0.0, True, False), (3.0, True, True), (3.0, False, False)])
+def test_what_steps_take_in_which_sequences_join_counts_as_often_as_they_do(
+    joining: float, prompts: bool, short: bool
+) -> None:
+    chooser, seqs = AutoLength(8, "implicit", captured_table(joining)), sequences(8)
+    source, chosen = random.Random(0), []
+    for n in range(400):
+        lengths = chooser.choose(seqs)
+        accepted = [next((i for i in range(k) if source.random() > 0.8), k) for k in lengths]
+        verdict = Verdict([Decision([*range(good)], [0] * (good + 1)) for good in accepted])
+        k, joins = max(lengths), prompts and n % 2 == 0
+        rows = 8 * (k + 1) + 32 * joins
+        step = FinishedStep(
+            Batch(seqs, [1] * 8, lengths), Draft.chains([[0] * count for count in lengths]), verdict, rows, 0, True,
+            prompt_rows=32 * joins,
+        )  # fmt: skip
+        chooser.observe(step, None if joins else 1.0 + 0.1 * k)
+        chosen.append(k)
+    assert (max(chosen[200:]) <= 2) is short, chosen[200:]
+
+
+def test_a_shorter_length_that_was_not_tried_is_tried_where_it_may_be_better() -> None:
+    """What steps of 5 take tells only about what those of 3 do, which take less than the table says."""
+    table = CostTable(Curve(((16, 1.0),), True), steps={(8, k): 1.0 + 0.1 * k for k in (0, 1, 2, 3, 5, 8)})
+    known = {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.15, 5: 1.5, 8: 1.8}
+    for chains in (0, 8):
+        chooser = AutoLength(8, table=table, chains=chains)
+        tokens, seconds, chosen = simulate(chooser, 0.7, lambda batch, k: known[k], 800, 8)
+        assert 3 in chosen and tokens / seconds > 0.95 * 8 * sum(0.7**n for n in range(4)) / known[3]
+
+
+@pytest.mark.parametrize(("taken", "again"), [(1.1, False), (1.3, True)])
+def test_captured_plain_steps_are_measured_twice_if_they_are_not_what_the_table_says(taken: float, again: bool) -> None:
+    costs = StepCosts(CostTable(Curve(((8, 1.0),), True), steps={(8, 0): 1.0, (8, 2): 1.5}))
+    for _ in range(5):
+        costs.observe(8, 2, 24, 1.5)
+    for _ in range(REFERENCE):
+        costs.observe(8, 0, 8, taken)
+    assert costs.doubted(8) is again
+    for _ in range(STALE_NEW):
+        costs.observe(8, 2, 24, 1.5)
+    assert costs.known(8, 0) is not again

@@ -129,16 +129,14 @@ class StepGraphs:
         return {key[:2]: set(step.captured_rows) for key, (_, step) in self._made.items() if key == GraphKey(*key[:2])}
 
     @property
-    def joining_costs(self) -> dict[tuple[int, int], Joining]:
-        """Nodes and seconds of warmed steps that read few rows of prompts, by batch slots and the nodes wanted."""
-        asked = {
-            (size, k): joining_key(size, k, 1, self._warmed) for size in self._joining_buckets for k in self._warmed
-        }
-        return {
-            kind: Joining(key.k, self.joining_times[key])
-            for kind, key in asked.items()
-            if key is not None and key in self.joining_times
-        }
+    def joining_costs(self) -> dict[tuple[int, int], list[Joining]]:
+        """The warmed steps that read prompts, by batch slots and the nodes wanted."""
+        found: dict[tuple[int, int], list[Joining]] = {}
+        for size, k, rows in product(self._joining_buckets, self._warmed, (1, self.longest_joining)):
+            key = joining_key(size, k, rows, self._warmed)
+            if key is not None and key in self.joining_times:
+                found.setdefault((size, k), []).append(Joining(key.k, key.prompts, self.joining_times[key]))
+        return found
 
     @property
     def longest_joining(self) -> int:
