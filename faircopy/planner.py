@@ -99,6 +99,16 @@ def new_trial(seqs: list[Sequence], k: int, most: int) -> Trial:
     return Trial(chosen, TRIAL if len(chosen) >= min(TRIED, len(seqs)) else LONGEST_TRIAL)
 
 
+def best_path(parents: Seq[int]) -> list[int]:
+    """Of a tree the nodes of a chain: from the root on each one's first child, which the drafter is surest of."""
+    path, last = [], -1
+    for node, parent in enumerate(parents):
+        if parent == last:
+            path.append(node)
+            last = node
+    return path
+
+
 def _paid_length(step: FinishedStep) -> int:
     """The draft length that a step's time belongs to: what was asked for where rows were computed for all of it, as
     captured steps do; else the longest draft that was found."""
@@ -317,7 +327,8 @@ class AutoLength(DraftLengths):
         else:
             self._grows_trees = True
             self._trees.observe(nodes, len(accepted))
-            self.acceptance.observe(seq, 1, accepted[:1] == [0])  # what a chain of one token would have given
+            chain = best_path(draft.parents[i])  # what a chain would have given
+            self.acceptance.observe(seq, len(chain), sum(node in accepted for node in chain))
 
     def _own_length(self, seq: Sequence, k: int) -> int:
         tried = self._trial is None or seq in self._trial.seqs

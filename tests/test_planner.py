@@ -15,7 +15,7 @@ import torch
 
 import faircopy.engine as engine_module
 from faircopy import LLM, ConfigError, SamplingParams, bundled, measured_costs
-from faircopy.acceptance_rates import Acceptance, TreeGains
+from faircopy.acceptance_rates import Acceptance, Rate, TreeGains
 from faircopy.build import build_engine
 from faircopy.cache import KeptTable
 from faircopy.config import EngineConfig
@@ -27,7 +27,7 @@ from faircopy.model.base import FINAL
 from faircopy.model.loader import load_model
 from faircopy.model.runner import Result
 from faircopy.model.trial import plausible
-from faircopy.planner import AutoLength, Trial
+from faircopy.planner import AutoLength, Trial, best_path
 from faircopy.planning.drafts import shape_of_draft
 from faircopy.planning.measured import Measured
 from faircopy.testing import TableModel
@@ -957,3 +957,16 @@ def test_captured_plain_steps_are_measured_twice_if_they_are_not_what_the_table_
     for _ in range(STALE_NEW):
         costs.observe(8, 2, 24, 1.5)
     assert costs.known(8, 0) is not again
+
+
+def test_trees_tell_what_chains_would_have_given() -> None:
+    """Of each node the first child is the one that a chain has."""
+    assert best_path([-1, -1, 0, 0, 1, 3]) == [0, 2] and best_path([]) == []
+    chooser, (seq,) = AutoLength(24, chains=8), sequences(1)
+    tree = Draft([[5] * 5], [[-1, -1, 0, 2, 0]])  # the chain 0 2 3, and 1 and 4 beside it
+    for nodes in ([0, 2, 3], [0, 2], [0, 4], [1]):
+        step = FinishedStep(Batch([seq], [1], [5]), tree, Verdict([Decision(nodes, [0] * (len(nodes) + 1))]), 6, 0)
+        chooser._learn_drafts(step, asked=True)
+    seen = [(rate.hits, rate.tries) for rate in chooser.acceptance.positions]
+    assert [round(tries - Rate().tries) for _, tries in seen] == [4, 3, 2]
+    assert round(seen[0][0] - Rate().hits) == 3
