@@ -199,9 +199,9 @@ def run(case: Case, device: torch.device, folder: str | None = None) -> None:
     pages = case.batch * -(-(case.tokens + 2 * (case.k + 1)) // PAGE)
     config = EngineConfig(
         k=case.k, max_batch=case.batch, page=PAGE, prefix_reuse=False, device=device.type, dtype=case.dtype,
-        cache_memory=pages * PAGE * kv_of(target, draft), **ranks,
+        cache_memory=pages * PAGE * kv_of(target, draft), chunk=chunk_of(case, device), **ranks,
     )  # fmt: skip
-    engine = build_engine(target, drafter, draft=draft, config=config)
+    engine = build_engine(target, drafter, draft=draft, config=config, limited=True)
     if device.type == "cuda":
         engine.warm_up()
     params = SamplingParams(max_tokens=case.tokens - case.prompt, ignore_eos=True)

@@ -173,10 +173,12 @@ def build_engine(
     eos: frozenset[int] = frozenset(),
     draft_lengths: DraftLengths | None = None,
     suite: Suite | None = None,
+    limited: bool = False,
 ) -> Engine:
     """An engine with one page pool and one set of tables for the target and its draft model or head, if any.
 
     draft_lengths: config.k for every sequence unless given. suite: kernels to run with instead of the device's own.
+    limited: all memory was planned: `warm_up` tries no larger passes than those that were.
     """
     config = config or EngineConfig()
     models: list[Model | Head] = [target] if draft is None else [target, draft]
@@ -186,7 +188,7 @@ def build_engine(
     pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None  # of all graphs: they take turns
     draft_layouts: tuple[Layout, ...] = ()
     if draft is not None:
-        drafter, cache = _drafter_of(draft, target, tables, config, suite, pool)
+        drafter, cache = _drafter_of(draft, target, tables, config, suite, pool, limited)
         draft_layouts = (cache,)
     drafter = default = drafter or NoDrafter()
     if config.drafter_per_request:
@@ -194,7 +196,7 @@ def build_engine(
         drafter = PerRequestDrafter(drafter, others)
     room = _room(drafter, config, target.device) if draft_lengths is None else draft_lengths.room
     runner.wants = drafter.wants
-    runner.passes = build_passes(runner, config, pool)
+    runner.passes = build_passes(runner, config, pool, limited)
     steps = build_captured(runner, drafter, config, pool, room)
     captured = None if isinstance(steps, str) else steps
     kept = _history_keeper(target, draft, default, config) if draft_lengths is None else None
@@ -213,9 +215,15 @@ def build_engine(
 
 
 def _drafter_of(
-    draft: Model | Head, target: Model, tables: BlockTables, config: EngineConfig, suite: Suite | None, pool: Any
+    draft: Model | Head,
+    target: Model,
+    tables: BlockTables,
+    config: EngineConfig,
+    suite: Suite | None,
+    pool: Any,
+    limited: bool,
 ) -> tuple[Drafter, Layout]:
-    """The drafter that a model or head makes, and its cache. pool: of graphs."""
+    """The drafter that a model or head makes, and its cache. pool: of graphs. limited: see build_engine."""
     strategy, chunk = STRATEGIES[config.strategy], config.chunk_on(target.device)
     sampled = config.verifier == "rejection"
     if isinstance(draft, Head):
@@ -223,7 +231,7 @@ def _drafter_of(
         return HeadDrafter(draft, pages, chunk, sampled, _chain_nodes(target, draft, config)), pages
     layout = strategy.layout(tables, draft, config, True, suite)
     small = Runner(draft, layout)
-    small.passes = build_passes(small, config, pool)
+    small.passes = build_passes(small, config, pool, limited)
     return ModelDrafter(small, target.vocab, chunk, sampled), layout
 
 
@@ -279,8 +287,13 @@ def _room(drafter: Drafter, config: EngineConfig, device: torch.device) -> Room:
     return partial(shared_room, most=config.k) if shares else own_room
 
 
-def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> CapturedPasses | None:
-    """The model's eager passes as graphs; None where there are none, or they cannot be captured. pool: of graphs."""
+def build_passes(
+    runner: Runner, config: EngineConfig, pool: Any = None, limited: bool = False
+) -> CapturedPasses | None:
+    """The model's eager passes as graphs; None where there are none, or they cannot be captured. pool: of graphs.
+
+    limited: see build_engine.
+    """
     layout = runner.layout
     if not config.graphs or not isinstance(layout, PagedLayout) or layout.suite is None or not layout.layers:
         return None
@@ -289,7 +302,7 @@ def build_passes(runner: Runner, config: EngineConfig, pool: Any = None) -> Capt
 
     if eager_because(runner.model, layout):
         return None
-    if config.memory is None:
+    if not limited:
         return CapturedPasses(runner.model, layout, config.max_batch, runner.wants, pool)
     wanted = config.max_batch * (config.k + 1)  # prompts have none
     rows = config.chunk_on(runner.model.device) + wanted  # as planning/memory.py counts them

@@ -154,10 +154,13 @@ class RowInputs:
         beside: rows of each batch slot, a chain, in whose pass they are; None: they have one of their own.
         """
         self._layout, self.seqs = layout, seqs
-        lower = {shape.group: None if beside is None else self._shared_height(beside, shape) for shape in layout.layers}
-        self.one_launch = beside is not None and None not in lower.values()  # with those of the batch slots
+        together = (
+            {} if beside is None else {shape.group: self._shared_height(beside, shape) for shape in layout.layers}
+        )
+        self.one_launch = beside is not None and None not in together.values()  # with the tiles of the batch slots
+        own = {shape.group: self._height(shape) for shape in layout.layers}
         self._heights = {
-            shape.group: (self.one_launch and lower[shape.group]) or self._height(shape) for shape in layout.layers
+            group: (together[group] if self.one_launch else None) or height for group, height in own.items()
         }
         self._inputs = HostInputs([*self._fields(rows, seqs), *more], layout.device)
         self.tensors = self._inputs.tensors
@@ -226,14 +229,16 @@ class PromptRows:
         ]
         self.inputs.write(replace(listed, pages=lanes), more)
 
-    def pretend(self, scratch: int) -> None:
-        """Prompts of about PRETENDED tokens in the first batch slots; their keys are written to `scratch`."""
+    def pretend(self, scratch: int, context: int) -> None:
+        """Prompts of about PRETENDED tokens in the first batch slots; their keys are written to `scratch`. context: the
+        model's, in which each of them fits."""
         prompts = min(self.inputs.seqs, -(-self.count // PRETENDED))
-        ends = [self.count * n // prompts for n in range(prompts + 1)]
+        count = min(self.count, prompts * (context - 1))
+        ends = [count * n // prompts for n in range(prompts + 1)]
         parts = [range(first, end) for first, end in pairwise(ends)]
         positions = [row - part.start for part in parts for row in part]
         pages = [PageLane(slot, part) for slot, part in enumerate(parts) if part]
-        listed = RowList([0] * self.count, positions, [np.full(self.count, scratch)], pages=pages)
+        listed = RowList([0] * count, positions, [np.full(count, scratch)], pages=pages)
         self.write(listed, range(len(parts)))
 
     def clear(self) -> None:

@@ -277,7 +277,8 @@ class StepCosts:
                 cell.host = max(1.0, self._level * cell.factor)
 
     def _new_cell(self, batch: int, k: int) -> _Cell:
-        """Of plain steps one that is to be confirmed; where a table has timed whole steps, if it says otherwise."""
+        """For plain steps one whose time is to be confirmed; where the table has timed whole steps, only if what is
+        measured differs from it."""
         if k:
             return _Cell()
         return _Cell(before=1.0) if self.table.captured(batch, 0) else _Cell(doubted_since=self._steps)

@@ -93,7 +93,9 @@ class LLM:
         drafter, self._draft = load_draft(draft, self.model, self.tokenizer, self.config)
         if chosen and self._plan is None and self._grows_cheap_trees:
             self.config = replace(self.config, k=auto_tree_nodes(self.config.max_batch))
-        self.engine: Engine = build_engine(self.model, drafter, draft=self._draft, config=self.config, eos=eos)
+        self.engine: Engine = build_engine(
+            self.model, drafter, draft=self._draft, config=self.config, eos=eos, limited=self._plan is not None
+        )
         if isinstance(target, str):
             tell(memory_line(self.model, self._memory()))
         if self._plan is not None:

@@ -39,7 +39,7 @@ HOPELESS = 4  # drafts without an accepted token that end it
 TRIED = 8  # sequences that get drafts in it
 GOOD = 0.9  # acceptance of a good drafter
 PROMISING = 0.15  # draft tokens accepted per sequence and step from which on drafts that a table forbids are tried
-HOPEFUL = 1.05  # what a length may be better than it seems, as long as it was not tried
+UNTRIED = 1.05  # times its estimated rate, of a length that no step of this size of batches has had
 FILLED = 0.75  # share of a step's rows for prompts that are filled where sequences join
 JOINING_FADE = 0.98  # of steps in which sequences join, with every step
 PATIENCE = 64  # choices after which a trial that has not come about is given up
@@ -47,14 +47,15 @@ PATIENCE = 64  # choices after which a trial that has not come about is given up
 
 @dataclass(slots=True)
 class JoiningPrompts:
-    """How much captured steps read of prompts: longer drafts write more tokens in a step, and so end more texts."""
+    """How many rows of prompts captured steps read for each token that is written: longer drafts write more tokens in
+    a step, and so end more texts."""
 
     rows: float = 0.0  # old ones fade
     tokens: float = 0.0
 
     def observe(self, step: FinishedStep) -> None:
         written = sum(len(decision.tokens) for decision in step.verdict.decisions)
-        self.rows = JOINING_FADE * self.rows + step.prompt_rows
+        self.rows = JOINING_FADE * self.rows + step.prompts_read
         self.tokens = JOINING_FADE * self.tokens + written
 
     @property
@@ -522,23 +523,24 @@ class AutoLength(DraftLengths):
         survivals = [self.acceptance.survival(seq, self._max_k, ahead=HOLD // 2) for seq in seqs]
         most = self._max_k if self._drafts else TRIAL_K
         lengths = [k for k in self.lengths if k <= most]
-        rates = self._with_hope({k: self._rate(survivals, k) for k in lengths})
-        best = max(rates, key=rates.__getitem__)
+        rates = {k: self._rate(survivals, k) for k in lengths}
+        raised = self._raised(rates)
+        best = max(raised, key=raised.__getitem__)
         self._update_marginal_costs(batch, best, rates[best])
         self.reason = self._why(batch, best, rates)
-        return best, rates[best], rates.get(self.k, rates[0])
+        return best, raised[best], raised.get(self.k, rates[0])
 
-    def _with_hope(self, rates: dict[int, float]) -> dict[int, float]:
-        """Lengths that no step of this size of batches has had may be a little better than they seem, if drafts pay at
-        all: costs of other lengths tell only about what they take.
+    def _raised(self, rates: dict[int, float]) -> dict[int, float]:
+        """The same rates, where drafts pay those of untried lengths raised by a little, so that they are tried: what
+        they take is known from steps of other lengths alone.
 
-        Where long drafts are trees, which have such hope for what they bring, shorter ones alone.
+        Where long drafts are trees, only lengths below the present one: trees have a factor of their own (TreeGains).
         """
         if not self.k:
             return rates
         most = self.k if self._chains or self._has_trees else self._max_k
         untried = {k for k in rates if 0 < k <= most and not self.costs.tried(self._batch, k)}
-        return {k: rate * (HOPEFUL if k in untried and rate > rates[0] else 1.0) for k, rate in rates.items()}
+        return {k: rate * (UNTRIED if k in untried and rate > rates[0] else 1.0) for k, rate in rates.items()}
 
     def _rate(self, survivals: list[list[float]], k: int) -> float:
         """Tokens per second, while as many prompts are read beside them as of late: steps in which sequences join take
@@ -549,8 +551,8 @@ class AutoLength(DraftLengths):
         if rows:
             kinds = self.costs.joined(batch, k)
             beyond = [(kind, kind.seconds - token * (batch + self._gain(survivals, kind.k))) for kind in kinds]
-            row = min((seconds / (FILLED * kind.rows) for kind, seconds in beyond), default=0.0)
-            token += rows * max(0.0, row)
+            row = min((max(0.0, seconds) / (FILLED * kind.rows) for kind, seconds in beyond), default=0.0)
+            token += rows * row
         return 1.0 / token
 
     def _seconds(self, batch: int, k: int) -> float:

@@ -40,7 +40,7 @@ class FirstCome:
         """together: while more wait than there are places, new ones join when this many places are free.
 
         joins: of captured steps. Where those need not stop for a new sequence, as many join at a time as cost least:
-        few make many steps longer, many leave places free until there are enough.
+        if few do, more steps read prompts; if many do, places stay free for longer.
         """
         self._batch, self._together, self._joins = batch, together, joins
         self._held = 0  # choices in which the first of the waiting ones was held back
@@ -54,11 +54,8 @@ class FirstCome:
         free, first = max(0, self._batch - len(running)), waiting[0] if waiting else None
         if first is not self._first:
             self._first, self._held = first, 0
-        if (
-            0 < free < len(waiting)
-            and free < self._needed(waiting)
-            and not any(reading(seq, cached) for seq in running)
-        ):
+        held = running and 0 < free < len(waiting) and not any(reading(seq, cached) for seq in running)
+        if held and free < self._needed(waiting):
             self._held += 1
             free = 0 if self._held <= MOST_HELD else free
         return [*_oldest_first(running), *waiting[:free]]
@@ -80,7 +77,7 @@ class FirstCome:
         """What each costs, in steps, if one joins at a time, or two, or more: its share of the longer step, and of the
         places that are free until so many have left."""
         apart = self._choices / max(1.0, self._left)  # steps from one that leaves to the next
-        for others, rows in enumerate(accumulate(len(seq.tokens) for seq in waiting[:MOST_JOINING])):
+        for others, rows in enumerate(accumulate(len(seq.tokens) for seq in waiting[: min(MOST_JOINING, self._batch)])):
             price = joins.joining_price(self._batch, rows)
             if price is None:
                 return

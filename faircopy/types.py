@@ -410,7 +410,8 @@ class FinishedStep(NamedTuple):
     padding: int  # of these, rows that belong to no token or node
     captured: bool = False
     read: int = 0  # rows of text that the drafter read, beyond what it reads of every step
-    prompt_rows: int = 0  # of a captured step's rows those that prompts are read in
+    prompt_rows: int = 0  # of a captured step's rows those that there are for prompts
+    prompts_read: int = 0  # of these, those that held a prompt's token
 
 
 class Output(NamedTuple):

@@ -149,6 +149,21 @@ def test_steps_that_read_prompts_are_tried_with_made_up_ones(
     assert texts(engine, seqs) == plain
 
 
+def test_made_up_prompts_fit_into_a_short_context(folder: str, model: Fused) -> None:
+    """One batch slot has one of them: it is no longer than the model's context."""
+    engine = build(folder, model, "none", max_batch=1)
+    assert engine.captured is not None
+    kinds = engine.captured.graphs
+    key = kinds.joining(1, 0, kinds.longest_joining)
+    assert key is not None and key.prompts > model.context
+    graph, step = kinds.get(key)
+    with kinds.kept(graph):
+        kinds.pretend(graph)
+        assert graph.prompts is not None
+        assert int(graph.prompts.inputs.tensors["positions"].max()) == model.context - 2
+        step.start()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_scarce_pages_change_nothing(folder: str, model: Fused, plain: Any, method: str) -> None:
     layers = [layer for layout in build(folder, model, method).layouts for layer in layout.layers]

@@ -929,7 +929,7 @@ def test_what_steps_take_in_which_sequences_join_counts_as_often_as_they_do(
         rows = 8 * (k + 1) + 32 * joins
         step = FinishedStep(
             Batch(seqs, [1] * 8, lengths), Draft.chains([[0] * count for count in lengths]), verdict, rows, 0, True,
-            prompt_rows=32 * joins,
+            prompt_rows=32 * joins, prompts_read=24 * joins,
         )  # fmt: skip
         chooser.observe(step, None if joins else 1.0 + 0.1 * k)
         chosen.append(k)

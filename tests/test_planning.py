@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+import faircopy.llm as llm_module
 from benchmarks import batch_law
 from benchmarks.specmemo import PublishedMedusa, buffer_bytes, default_tree, paths_of
 from faircopy import (
@@ -612,6 +613,15 @@ def test_a_history_is_kept_by_those_who_write(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "acceptance.json").write_text('{"' + "x" * 40 + '": 5}')
     monkeypatch.setattr(measured_acceptance, "_KEPT", KeptTable("acceptance"))
     assert known_history(str(bundled.target()), str(bundled.draft())) is None
+
+
+@pytest.mark.parametrize("memory", ["160MiB", None])
+def test_engines_under_a_limit_are_told_so(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    build = llm_module.build_engine
+    monkeypatch.setattr(llm_module, "build_engine", lambda *a, limited, **b: told.append(limited) or build(*a, **b))
+    LLM(bundled.target(), memory=memory, max_batch=2, dtype="float32")
+    assert told == [memory is not None]
 
 
 def test_the_controller_stands_beside_the_law(tmp_path: Path) -> None:

@@ -548,6 +548,29 @@ def test_steps_that_read_prompts_draft_no_more_than_a_graph_has_logits_for(pair,
     assert [engine.captured.eager_nodes(4, n) for n in (1, 2, 4, 8, 9)] == [4, 3, 1, 0, 0]
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_under_a_memory_limit_no_larger_passes_are_rehearsed_than_were_planned(pair, limited: bool) -> None:  # type: ignore[no-untyped-def]
+    model, draft = (copy(one) for one in pair)
+    largest = {"rows": 0, "wanted": 0}
+    for one in (model, draft):
+
+        def forward(packed: Any, *rest: Any, inner: Any = one.forward) -> Any:
+            largest["rows"] = max(largest["rows"], packed.size)
+            largest["wanted"] = max(largest["wanted"], len(packed.wanted))
+            return inner(packed, *rest)
+
+        one.forward = forward
+    config = EngineConfig(k=2, max_batch=4, chunk=48, cache_memory="4MiB")
+    engine = build_engine(model, draft=draft, config=config, suite=TWINS, limited=limited)
+    for passes in (engine.target.passes, engine.drafter.passes):
+        assert passes is not None
+        passes.rehearse()
+    rows, wanted = 48 + 12, 12
+    assert (largest["rows"] <= max(host_passes.ROWS) and largest["wanted"] <= host_passes.WANTED) is limited
+    assert engine.target.passes._most_rows == (rows if limited else host_passes.TILE_ROWS[-1])
+    assert engine.target.passes._most_wanted == (wanted if limited else host_passes.MOST_WANTED)
+
+
 def test_passes_are_warmed_and_timed(pair) -> None:  # type: ignore[no-untyped-def]
     engine = build(pair, "model", k=2)
     engine.warm_up()

@@ -116,6 +116,15 @@ def test_those_that_interrupt_nothing_join_when_that_costs_least() -> None:
         assert found == [0] * (wanted - 1) + [*range(wanted, 8)], (price, every)
 
 
+def test_no_group_is_waited_for_where_nothing_runs_and_none_is_larger_than_a_batch() -> None:
+    seqs = [Sequence(n, Request((1,)), [1]) for n in range(40)]
+    policy = FirstCome(4, 1, Joins(10.0, 10.0))
+    for n in range(40):  # two leave with every choice: places are free for a short time only
+        policy.choose([seqs[n % 40], seqs[(n + 7) % 40]], [], decoding)
+    assert joined(policy, [], seqs) == 4
+    assert joined(policy, seqs[:1], seqs[1:]) == 0 and joined(policy, [], seqs[1:]) == 4
+
+
 def test_those_that_interrupt_join_in_groups() -> None:
     long = [Sequence(n, Request((1,) * 9), [1] * 9) for n in range(20)]
     policy = FirstCome(8, 4, Joins(0.0, 0.0))

@@ -22,6 +22,7 @@ from faircopy.verify.rejection import drawing_bytes
 
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
 GRAPH_ROWS = (16, 32, 64, 96, 128, 144, 160, 192, 256, 320, 384, 512, 768, 1024)
+JOINING_ROWS = (64, 192)  # rows of prompts that captured steps read beside those of the batch: up to the next tile
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
 GATHERING = 4  # passes' worth of freed blocks where ranks share layers on a CPU, as measured by benchmarks/memory.py
@@ -234,9 +235,17 @@ def _graphs(setup: Setup) -> list[Item]:
         return []
     models = [setup.target, *([] if setup.draft.model is None else [setup.draft.model])]
     passes = sum(_pass_graphs(shape, setup) for shape in models)
-    steps = _pass(setup.target, setup, setup.rows) + logits_bytes(setup.target, setup.rows)
+    steps = max(_captured_step(setup, setup.rows + prompts) for prompts in (0, *JOINING_ROWS))
+    steps += logits_bytes(setup.target, setup.rows)
     slots = 8 * setup.batch * setup.target.vocab
     return [Item("graphs", passes + steps + slots, "memory that captured passes and steps keep")]
+
+
+def _captured_step(setup: Setup, rows: int) -> int:
+    """The target's layers in a step with this many rows, whose attention is planned for the whole context."""
+    target = setup.target
+    parts = partial_attention_bytes(target, setup.batch, rows, target.context)
+    return activation_bytes(target, rows, setup.device) + parts
 
 
 def _pass_graphs(shape: ModelShape, setup: Setup) -> int:

@@ -113,6 +113,7 @@ class StepGraphs:
         self.max_nodes = min(max_nodes, _most_nodes(drafter, layout))
         self.times: dict[tuple[int, int], float] = {}  # (batch slots, k) -> seconds of the steps that were warmed
         self.joining_times: dict[GraphKey, float] = {}  # of those that read prompts, with as many as they have room for
+        self._prices: dict[tuple[int, int, int], float | None] = {}  # of joining_price
         self._made: dict[GraphKey, tuple[GraphState, Step]] = {}
         self._warmed: list[int] = []  # numbers of nodes that all graphs exist for
         self._alive: list[Work] = []  # what graphs read must outlive them
@@ -162,7 +163,12 @@ class StepGraphs:
     def joining_price(self, slots: int, k: int, rows: int) -> float | None:
         """How much longer a step of k nodes takes if it reads this many rows of prompts, in steps; None: there is no
         such step."""
-        found = self.joining(slots, k, rows)
+        asked = slots, k, rows
+        if asked not in self._prices:
+            self._prices[asked] = self._price(self.joining(*asked), slots, k)
+        return self._prices[asked]
+
+    def _price(self, found: GraphKey | None, slots: int, k: int) -> float | None:
         if found is None:
             return None
         taken, alone = self.joining_times.get(found, 0.0), self.times.get((self._bucket(slots, k), k), 0.0)
@@ -203,9 +209,11 @@ class StepGraphs:
                     self.times[size, nodes] = self.time(keys[-1])
             self._warmed.append(nodes)
         for key in self._all_joining(lengths):
-            for variant in self._variants(key):
+            variants = self._variants(key)
+            for variant in variants:
                 self.get(variant)
-            self.joining_times[key] = self.time(variant)
+            self.joining_times[key] = self.time(variants[-1])
+        self._prices.clear()
 
     def rehearse(self, lengths: Iterable[int]) -> None:
         """Make every launch of `warm` once, for kernels that are compiled ahead; nothing is captured."""
@@ -262,7 +270,7 @@ class StepGraphs:
             self._drafter.reads_hidden_states.pretend(length)
         for prompts in (graph.prompts, graph.drafter_prompts):
             if prompts is not None:
-                prompts.pretend(graph.scratch)
+                prompts.pretend(graph.scratch, self._model.context)
 
     def _bucket(self, size: int, k: int) -> int:
         """The number of batch slots a step runs with."""

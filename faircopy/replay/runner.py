@@ -110,8 +110,8 @@ class CapturedRunner:
         return None if found is None else (found.k, found.prompts)
 
     def joining_price(self, slots: int, rows: int) -> float | None:
-        """What it costs that a step reads this many rows of prompts, in steps of the kind that was started last; None:
-        there is no such step."""
+        """How much longer a step takes if it reads this many rows of prompts, in steps with as many nodes as the last
+        one had in which no sequences joined; None: there is no such step."""
         return self.graphs.joining_price(slots, self._k, rows)
 
     def slots_behind(self, seqs: list[Sequence]) -> int:
@@ -250,7 +250,8 @@ class CapturedRunner:
                 decisions.append(Decision(report.path, report.tokens, logprobs, error=error))
         useful = sum(len(nodes) + 1 for nodes in draft.tokens) + step.prompt_rows
         verdict, room = Verdict(decisions), 0 if step.graph.prompts is None else step.graph.prompts.count
-        return FinishedStep(batch, draft, verdict, step.rows, step.rows - useful, True, step.read, room)
+        rows = step.rows, step.rows - useful
+        return FinishedStep(batch, draft, verdict, *rows, True, step.read, room, step.prompt_rows)
 
     def warm(self, lengths: Iterable[int]) -> None:
         """Capture and time all graphs for these draft lengths and for none now; from then on no others are captured."""

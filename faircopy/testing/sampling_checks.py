@@ -60,7 +60,8 @@ def words(device: torch.device) -> float:
         every = few.new_full((len(few), VOCAB), -torch.inf).index_copy_(1, kept, few)
         temperatures = torch.tensor([0.8, 1.0, 0.0, 0.7, 30.0] * WIDTH, device=device)
         keys = torch.tensor([rng.signed(rng.key(3, n)) for n in range(len(few))], device=device)
-        filters = [FILTERS[n % len(FILTERS)] for n in range(len(few))]
+        wide = [Filter.of(30.0, 6000, 1.0, 0.0), Filter.of(1.0, 1000, 1.0, 0.05)]  # more than there are words
+        filters = [[*FILTERS, *wide][n % (len(FILTERS) + 2)] for n in range(len(few))]
         batch, inputs, of = _scene(device)
         described = sampler.RowSampling.empty(of, SLOTS * WIDTH, WIDTH - 1)
         sampler.describe(batch, inputs, described)

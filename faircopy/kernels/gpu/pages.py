@@ -84,6 +84,7 @@ class PagePlan:
 
     def with_tiles(self, more: PagePlan) -> PagePlan:
         """One plan for the tiles of both, if those of `more` are at least as high; of chains."""
+        assert self.rows.shape[1] <= more.rows.shape[1], "no row is cut off"
         own = torch.nn.functional.pad(self.rows, (0, more.rows.shape[1] - self.rows.shape[1]), value=-1)
         pairs = (own, more.rows), (self.ranges, more.ranges), (self.seqs, more.seqs)
         rows, ranges, seqs = (torch.cat(pair) for pair in pairs)
@@ -144,7 +145,8 @@ def chain_height(group: int, dim: int, itemsize: int, page: int, device: torch.d
 def shared_height(rows: int, group: int, dim: int, itemsize: int, page: int, device: torch.device) -> int | None:
     """Rows of a tile where prompts share a launch with batch slots of `rows` rows, chains; None: where they do not.
 
-    A product of Hopper's takes PLACES queries, however few there are: a batch slot's tile may be as high as a prompt's.
+    Hopper's kernel multiplies 64 queries at a time, however few a tile has: a batch slot's tile may be as high as a
+    prompt's.
     """
     height = max(power(rows), min(SHARED_ROWS, tile_height(group)))
     fits = height <= chain_height(group, dim, itemsize, page, device)

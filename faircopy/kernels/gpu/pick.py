@@ -115,12 +115,12 @@ def pick(
     sampling: RowSampling | None = None,
     words: Tensor | None = None,
 ) -> Tensor:
-    """logits [R, V], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN in a row that
+    """logits [R, C], temperatures [R] (0: greedy), 64-bit keys [R] -> token ids [R] int32; BROKEN in a row that
     is not finite or has no token left.
 
     vocab: only the first `vocab` tokens are considered. Minus infinity is a way to exclude a token, unless `strict`.
     temperatures, keys and out may be columns of tables, of one width. sampling: parameters of the rows, described
-    before (sampler.describe); None: there are none beside the temperature. words [V]: the token of each column, below
+    before (sampler.describe); None: there are none beside the temperature. words [C]: the token of each column, below
     vocab; None: column t is token t.
     """
     rows, (size, most) = logits.shape[0], columns_and_tokens(logits, vocab, words)

@@ -256,7 +256,7 @@ def _survey(
     logits, temperatures, maxima, words, slots, asks, settings, counts, bias, path, bans, size, V, stride, apart,
     chunks, wide, K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): the maxima of the groups of its chunks, which lie as far apart as there are parts."""
+    """Program (row, part): the maxima of groups of tokens, in chunks `part`, `part` + SPLITS, and so on."""
     row = tl.program_id(0).to(tl.int64)
     begin(PDL)
     asked = tl.load(asks + row)
@@ -310,7 +310,7 @@ def _gather(
     logits, temperatures, top, cut, total, count, found, tokens, words, slots, asks, settings, counts, bias, path, bans,
     size, V, stride, apart, chunks, wide, K: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): of its chunks the mass, and the scores that are not below the cut."""
+    """Program (row, part): of chunks `part`, `part` + SPLITS and so on the mass, and the scores not below the cut."""
     row = tl.program_id(0).to(tl.int64)
     begin(PDL)
     asked = tl.load(asks + row)
@@ -358,8 +358,8 @@ def _weigh(
 
 @triton.jit
 def _search(
-    source, tokens, best, cut, everything, V, size, row, asked, slots, settings, counts, bias, path, bans, wide,
-    K: tl.constexpr, FEW: tl.constexpr, WORDS: tl.constexpr,
+    source, tokens, best, cut, everything, V, size, columns, row, asked, slots, settings, counts, bias, path, bans,
+    wide, K: tl.constexpr, FEW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The threshold of top-k and top-p and its last token, from the scores at `source`."""
     top_k, share, line = _filter_of(row, slots, settings)
@@ -369,7 +369,7 @@ def _search(
         bits += (differing > 0).to(tl.int32)
         differing = differing >> 1
     floor = tl.zeros((), tl.int64)
-    if (top_k > 0) & (top_k < V):
+    if (top_k > 0) & (top_k < columns):
         floor = (high >> bits) << bits
         for bit in range(bits):
             trial = floor | (tl.full((), 1, tl.int64) << (bits - 1 - bit))
@@ -436,7 +436,7 @@ def _threshold(
         if (many <= _CANDIDATES) == FEW:
             top_k, share, line = _filter_of(row, slots, settings)
             limit, end = tl.full((), float("-inf"), tl.float32), V
-            if ((top_k > 0) & (top_k < V)) | (share < _OFF):
+            if ((top_k > 0) & (top_k < columns)) | (share < _OFF):
                 source = found + row * _CANDIDATES
                 names = tokens + row * _CANDIDATES
                 size = many
@@ -445,7 +445,7 @@ def _threshold(
                     names = words
                     size = columns
                 least, end = _search(
-                    source, names, best, tl.load(cut + row), tl.load(total + row), V, size, row,
+                    source, names, best, tl.load(cut + row), tl.load(total + row), V, size, columns, row,
                     asked, slots, settings, counts, bias, path, bans, wide, K, FEW, WORDS,
                 )  # fmt: skip
                 limit = _score(least)
