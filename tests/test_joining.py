@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from faircopy.engine import Engine
 from faircopy.kernels.gpu.suite import TWINS
 from faircopy.model.fused import Fused
 from faircopy.planner import AutoLength
+from faircopy.planning.memory import JOINING_ROWS
 from faircopy.replay import graphs
 from faircopy.replay.in_flight import InFlightStep
 from faircopy.types import Request, Sequence
@@ -147,6 +148,12 @@ def test_steps_that_read_prompts_are_tried_with_made_up_ones(
                 assert sorted(row for row in tiled.tolist() if row >= 0) == [*range(first, first + prompts.count)]
             step.start()
     assert texts(engine, seqs) == plain
+
+
+def test_plans_know_how_many_rows_of_prompts_steps_have_room_for() -> None:
+    kinds = product(range(1, 257), ((0, 1, 2, 3, 5, 8), (0, 3), (0, 5), (0, 8), (0,)), (1, 160))
+    keys = [graphs.joining_key(size, k, rows, known) for size, known, rows in kinds for k in known]
+    assert max(key.prompts for key in keys if key is not None) <= max(JOINING_ROWS)
 
 
 def test_made_up_prompts_fit_into_a_short_context(folder: str, model: Fused) -> None:

@@ -22,7 +22,7 @@ from faircopy.verify.rejection import drawing_bytes
 
 # As replay/passes.py and replay/runner.py capture them; tests/test_planning.py compares.
 GRAPH_ROWS = (16, 32, 64, 96, 128, 144, 160, 192, 256, 320, 384, 512, 768, 1024)
-JOINING_ROWS = (64, 192)  # rows of prompts that captured steps read beside those of the batch: up to the next tile
+JOINING_ROWS = (64, 192, 416)  # of prompts, that captured steps read beside those of the batch: up to the next tile
 GRAPH_WANTED = 128  # rows whose logits a graph of a pass keeps at most
 HEAP = 8 << 20  # bytes between blocks of passes on a CPU, as measured by benchmarks/memory.py
 GATHERING = 4  # passes' worth of freed blocks where ranks share layers on a CPU, as measured by benchmarks/memory.py
