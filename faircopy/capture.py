@@ -154,14 +154,11 @@ class RowInputs:
         beside: rows of each batch slot, a chain, in whose pass they are; None: they have one of their own.
         """
         self._layout, self.seqs = layout, seqs
-        together = (
-            {} if beside is None else {shape.group: self._shared_height(beside, shape) for shape in layout.layers}
-        )
-        self.one_launch = beside is not None and None not in together.values()  # with the tiles of the batch slots
-        own = {shape.group: self._height(shape) for shape in layout.layers}
-        self._heights = {
-            group: (together[group] if self.one_launch else None) or height for group, height in own.items()
-        }
+        heights = {shape.group: self._height(shape) for shape in layout.layers}
+        shared = {shape.group: self._shared_height(beside, shape) for shape in layout.layers}
+        found = {group: height for group, height in shared.items() if height is not None}
+        self.one_launch = beside is not None and len(found) == len(heights)  # with the tiles of the batch slots
+        self._heights = found if self.one_launch else heights
         self._inputs = HostInputs([*self._fields(rows, seqs), *more], layout.device)
         self.tensors = self._inputs.tensors
 
@@ -169,8 +166,10 @@ class RowInputs:
         layout = self._layout
         return chain_height(shape.group, _widest(layout)[0], layout.itemsize, layout.tables.page, layout.device)
 
-    def _shared_height(self, rows: int, shape: LayerShape) -> int | None:
+    def _shared_height(self, rows: int | None, shape: LayerShape) -> int | None:
         layout = self._layout
+        if rows is None:
+            return None
         return shared_height(rows, shape.group, *_widest(layout), layout.tables.page, layout.device)
 
     def _fields(self, rows: int, seqs: int) -> Iterator[Field]:

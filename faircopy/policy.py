@@ -54,8 +54,8 @@ class FirstCome:
         free, first = max(0, self._batch - len(running)), waiting[0] if waiting else None
         if first is not self._first:
             self._first, self._held = first, 0
-        held = running and 0 < free < len(waiting) and not any(reading(seq, cached) for seq in running)
-        if held and free < self._needed(waiting):
+        more_wait = bool(running) and 0 < free < len(waiting)
+        if more_wait and not any(reading(seq, cached) for seq in running) and free < self._needed(waiting):
             self._held += 1
             free = 0 if self._held <= MOST_HELD else free
         return [*_oldest_first(running), *waiting[:free]]
